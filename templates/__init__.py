@@ -1,0 +1,1 @@
+"""TileLang fused templates, importable as fusescout.templates."""
