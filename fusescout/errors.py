@@ -33,3 +33,142 @@ class ContenderFailed(FuseScoutError):
     """A contender could not be built or run; the race goes on without it."""
 
     exit_code = EXIT_GATE
+
+
+class UnknownReportFormat(FuseScoutError):
+    """A report format or file extension that FuseScout can't write."""
+
+    def __init__(self, given: str, valid: tuple[str, ...]) -> None:
+        super().__init__(f"Can't write a report as {given!r}:", "there is no such format.", f"Use one of: {', '.join(valid)}.")
+
+
+class PlanUnreadable(FuseScoutError):
+    """A plan file that can't be applied."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(
+            f"Can't read the plan {path}:", f"{why}.", "Give the plan.json (or its folder) that `fusescout analyze` wrote."
+        )
+
+
+class PlanMismatch(FuseScoutError):
+    """A plan that was measured on another device or mode than the one it is applied to."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+    def __init__(self, what: str, planned: str, here: str) -> None:
+        super().__init__(
+            f"The plan does not fit: it was measured for {what} {planned},",
+            f"this is {here}.",
+            "Run `fusescout analyze` here to make a plan for it.",
+        )
+
+
+class UnknownSetting(FuseScoutError):
+    """A setting's name that doesn't exist, in a file, the environment or an argument."""
+
+    def __init__(self, source: str, given: str, valid: list[str], closest: str | None) -> None:
+        hint = f"Did you mean {closest}? " if closest else ""
+        super().__init__(f"{source}: there is no setting {given}.", "", f"{hint}Valid: {', '.join(valid)}.")
+
+
+class BadSetting(FuseScoutError):
+    """A setting with a value that isn't allowed."""
+
+    def __init__(self, source: str, given: object, why: str) -> None:
+        super().__init__(f"{source} can't be {given!r}.", why.rstrip(".") + ".", "")
+
+
+class ConfigUnreadable(FuseScoutError):
+    """A pyproject.toml that can't be read."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"Can't read the settings in {path}.", why.rstrip(".") + ".", "Repair the file.")
+
+
+class TargetNotFound(FuseScoutError):
+    """The file, module or attribute a target names isn't there."""
+
+    def __init__(self, spec: str, why: str, fix: str = "") -> None:
+        super().__init__(
+            f"Can't find the target {spec}.", why, fix or "Give model.py, file.py:attribute or package.module:attribute."
+        )
+
+
+class NoModelFound(FuseScoutError):
+    """A target that exists but gives no model, or a model without inputs."""
+
+    def __init__(self, spec: str, why: str, fix: str) -> None:
+        super().__init__(f"No model to analyse in {spec}.", why, fix)
+
+
+class UserCodeRaised(FuseScoutError):
+    """The user's own module, model or script raised. `traceback` is its traceback, without FuseScout's frames."""
+
+    exit_code = EXIT_USER_CODE
+
+    def __init__(self, what: str, error: BaseException, traceback: str, fix: str = "") -> None:
+        self.traceback = traceback
+        super().__init__(what, f"{type(error).__name__}: {error}", fix)
+
+
+class ModelHasNaN(FuseScoutError):
+    """NaN or inf where finite numbers are needed: nothing could be verified against such a model."""
+
+    def __init__(self, where: str, found: str) -> None:
+        super().__init__(
+            f"{where} holds {found}.",
+            "A result that is compared with NaN proves nothing, so no kernel could be verified.",
+            "Load sound weights and inputs (a cast to a narrower --dtype can overflow too).",
+        )
+
+
+class ModelEmpty(FuseScoutError):
+    """A model that computes nothing."""
+
+    def __init__(self, spec: str, why: str) -> None:
+        super().__init__(
+            f"There is nothing to analyse in {spec}.",
+            why,
+            "Give a model whose forward() runs operators and returns a tensor.",
+        )
+
+
+class DeviceUnavailable(FuseScoutError):
+    """The device asked for isn't there."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+    def __init__(self, device: str, why: str, works: str) -> None:
+        super().__init__(f"Device {device} can't be used.", why, works)
+
+
+class MissingPackage(FuseScoutError):
+    """An optional package that the command needs."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f"{package} isn't installed.", "This command needs it.", f"Run: pip install 'fusescout[{extra}]'"
+        )
+
+
+class Unwritable(FuseScoutError):
+    """A file or folder that FuseScout has to write and can't. Nothing is left half-written."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+    def __init__(self, what: str, path: str, why: str, fix: str) -> None:
+        super().__init__(f"Can't write the {what} {path}.", f"{why}.", fix)
+
+
+class OutputExists(FuseScoutError):
+    """An output that would replace something."""
+
+    def __init__(self, path: str, fix: str) -> None:
+        super().__init__(f"{path} exists already.", "It isn't overwritten unasked.", fix)
+
+
+class UsageProblem(FuseScoutError):
+    """Arguments that are each fine but don't go together."""
