@@ -172,3 +172,16 @@ class OutputExists(FuseScoutError):
 
 class UsageProblem(FuseScoutError):
     """Arguments that are each fine but don't go together."""
+
+
+class CacheUnwritable(FuseScoutError):
+    """The folder for stored races is full or can't be written."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(
+            f"Can't write the cache {path}.",
+            f"{why}.",
+            "Make room there, or name another folder with --cache-dir or FUSESCOUT_CACHE_DIR.",
+        )
