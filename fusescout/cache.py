@@ -46,15 +46,14 @@ class Cache:
     """A folder of results.
 
     Attributes:
-        root: the folder; by default FUSESCOUT_CACHE_DIR, else the user's cache folder.
+        root: the folder; by default the user's cache folder.
     """
 
     root: Path | None = None
 
     @cached_property
     def folder(self) -> Path:
-        chosen = self.root or os.environ.get("FUSESCOUT_CACHE_DIR") or user_cache_dir("fusescout")
-        return Path(chosen) / "races"
+        return (self.root or Path(user_cache_dir("fusescout"))) / "races"
 
     def probe(self) -> None:
         """Write and remove a small file, so that a full or read-only disk is found before hours of tuning.

@@ -19,7 +19,7 @@ SEED = 20240229
 LEVEL = 0.95
 
 
-def interval(
+def median_interval(
     samples: Sequence[float], *, level: float = LEVEL, resamples: int = RESAMPLES, seed: int = SEED
 ) -> Interval:
     """Median of `samples` and the bootstrap percentile interval of that median, in the samples' unit.

@@ -79,11 +79,6 @@ def test_a_path_that_cannot_be_a_folder_is_found_by_the_probe(tmp_path: Path) ->
     assert os.listdir(tmp_path / "new" / "folder" / "races") == []
 
 
-def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSESCOUT_CACHE_DIR", str(tmp_path))
-    assert Cache().folder == tmp_path / "races"
-
-
 def test_an_entry_says_what_it_is_for(tmp_path: Path) -> None:
     cache = Cache(tmp_path)
     cache.put(KEY, {"a": 1})

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from fusescout.stats import interval
+from fusescout.stats import median_interval
 from fusescout.stats import ratio
 
 times = st.lists(st.floats(min_value=0.01, max_value=1e6), min_size=2, max_size=40)
@@ -20,15 +20,15 @@ times = st.lists(st.floats(min_value=0.01, max_value=1e6), min_size=2, max_size=
 def test_mid_is_the_plain_median() -> None:
     rng = random.Random(3)
     samples = [rng.lognormvariate(3, 0.2) for _ in range(31)]
-    assert interval(samples).mid == pytest.approx(statistics.median(samples))
-    assert interval(samples).samples == 31
+    assert median_interval(samples).mid == pytest.approx(statistics.median(samples))
+    assert median_interval(samples).samples == 31
 
 
 def test_interval_matches_a_bootstrap_written_out() -> None:
     rng = random.Random(5)
     samples = [rng.gauss(100, 5) for _ in range(25)]
     medians = sorted(statistics.median(rng.choices(samples, k=25)) for _ in range(4000))
-    found = interval(samples)
+    found = median_interval(samples)
     assert found.low == pytest.approx(medians[100], abs=1.0)
     assert found.high == pytest.approx(medians[3899], abs=1.0)
 
@@ -40,14 +40,14 @@ def test_scale_invariance(samples: list[float], scale: float) -> None:
     plain = ratio(samples, other, resamples=300)
     scaled = ratio([s * scale for s in samples], [s * scale for s in other], resamples=300)
     assert (scaled.mid, scaled.low, scaled.high) == pytest.approx((plain.mid, plain.low, plain.high))
-    grown = interval([s * scale for s in samples], resamples=300)
-    assert grown.low == pytest.approx(interval(samples, resamples=300).low * scale)
+    grown = median_interval([s * scale for s in samples], resamples=300)
+    assert grown.low == pytest.approx(median_interval(samples, resamples=300).low * scale)
 
 
 @settings(max_examples=40, deadline=None)
 @given(times)
 def test_low_mid_high_are_ordered_and_within_the_samples(samples: list[float]) -> None:
-    found = interval(samples, resamples=200)
+    found = median_interval(samples, resamples=200)
     assert min(samples) <= found.low <= found.mid <= found.high <= max(samples)
 
 
@@ -80,7 +80,7 @@ def test_the_verdict_is_repeatable_and_rounds_are_paired() -> None:
 @pytest.mark.parametrize("bad", [[], [float("nan")], [1.0, float("inf")]])
 def test_unusable_samples_are_refused(bad: list[float]) -> None:
     with pytest.raises(ValueError, match="finite"):
-        interval(bad)
+        median_interval(bad)
 
 
 def test_a_zero_time_has_no_ratio() -> None:
