@@ -1,0 +1,390 @@
+"""One function per ATen operator: from its arguments, through a `Writer`, to the text of its result.
+
+They follow eager's formulas, except where a cheaper or more accurate one gives the same NaN and inf.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from fusescout.ir import Ref
+
+KAPPA, CUBIC = math.sqrt(2 / math.pi), 0.044715
+
+Writer = Any  # expression.Writer, which imports this module
+
+
+class Unsupported(Exception):
+    """Why an operator has no expression here; becomes a reason, never an error."""
+
+
+def _unary(name: str) -> Callable:
+    def text(w: Writer) -> str:
+        w.need_float()
+        return f"{name}({w.x()})"
+
+    return text
+
+
+def _binary(name: str) -> Callable:
+    def text(w: Writer) -> str:
+        w.need_float()
+        return f"{name}({w.x(0)}, {w.x(1)})"
+
+    return text
+
+
+def _compare(symbol: str) -> Callable:
+    def text(w: Writer) -> str:
+        a, b = w.arg(0), w.arg(1)
+        dtype = w.common(a, b)
+        if dtype == "bool":
+            dtype = "int32"
+            return f'T.cast({w.value(a, "bool")}, "int32") {symbol} T.cast({w.value(b, "bool")}, "int32")'
+        return f"{w.value(a, dtype)} {symbol} {w.value(b, dtype)}"
+
+    return text
+
+
+def _scaled(w: Writer, arg, factor) -> str:
+    return w.value(arg) if factor == 1 else f"{w.value(factor)} * {w.value(arg)}"
+
+
+def _add(w: Writer) -> str:
+    if w.out == "bool":
+        return f"T.Or({w.x(0)}, {w.x(1)})"
+    return f"{w.x(0)} + {_scaled(w, w.arg(1), w.number(2, 'alpha', 1))}"
+
+
+def _sub(w: Writer) -> str:
+    return f"{w.x(0)} - {_scaled(w, w.arg(1), w.number(2, 'alpha', 1))}"
+
+
+def _rsub(w: Writer) -> str:
+    return f"{w.x(1)} - {_scaled(w, w.arg(0), w.number(2, 'alpha', 1))}"
+
+
+def _mul(w: Writer) -> str:
+    return f"T.And({w.x(0)}, {w.x(1)})" if w.out == "bool" else f"{w.x(0)} * {w.x(1)}"
+
+
+def _divisor(w: Writer) -> None:
+    if not isinstance(w.arg(1), int) or not w.arg(1):
+        raise Unsupported(f"{w.op.target} of integers by anything but a non-zero constant")
+
+
+def _div(w: Writer) -> str:
+    mode = w.arg(2, "rounding_mode")
+    if mode is None:
+        return _quotient(w, w.x(0), w.arg(1))
+    if w.out == "float32":
+        return f"floor_div({w.x(0)}, {w.x(1)})" if mode == "floor" else f"trunc(div({w.x(0)}, {w.x(1)}))"
+    _divisor(w)
+    return f"{'T.floordiv' if mode == 'floor' else 'T.truncdiv'}({w.x(0)}, {w.x(1)})"
+
+
+def _quotient(w: Writer, x: str, by) -> str:
+    """Division; by a power of two it is a multiplication."""
+    number = isinstance(by, int | float) and by and math.isfinite(by)
+    if number and abs(math.frexp(by)[0]) == 0.5 and 2.0**-126 < abs(by) < 2.0**126:
+        return f"{x} * {w.f(1 / by)}"
+    return f"div({x}, {w.value(by)})"
+
+
+def _floor_divide(w: Writer) -> str:
+    if w.out == "float32":
+        return f"floor_div({w.x(0)}, {w.x(1)})"
+    _divisor(w)
+    return f"T.floordiv({w.x(0)}, {w.x(1)})"
+
+
+def _remainder(w: Writer) -> str:
+    if w.out == "float32":
+        return f"remainder({w.x(0)}, {w.x(1)})"
+    _divisor(w)
+    return f"T.floormod({w.x(0)}, {w.x(1)})"
+
+
+def _fmod(w: Writer) -> str:
+    if w.out == "float32":
+        return f"fmod({w.x(0)}, {w.x(1)})"
+    _divisor(w)
+    return f"T.truncmod({w.x(0)}, {w.x(1)})"
+
+
+def _abs(w: Writer) -> str:
+    return f"fabs({w.x()})" if w.out == "float32" else f"where({w.x()} < {w.literal(0, w.out)}, -{w.x()}, {w.x()})"
+
+
+def _sign(w: Writer) -> str:
+    zero = w.literal(0, w.out)
+    return f"where({zero} < {w.x()}, {w.literal(1, w.out)}, where({w.x()} < {zero}, {w.literal(-1, w.out)}, {zero}))"
+
+
+def _pow(w: Writer) -> str:
+    base, exponent = w.arg(0), w.arg(1)
+    if isinstance(exponent, Ref):
+        w.need_float()
+        return f"pow({w.value(base)}, {w.value(exponent)})"
+    x = w.value(base)
+    if w.out != "float32":
+        if exponent not in (1, 2, 3, 4):
+            raise Unsupported(f"pow of {w.out} by {exponent}")
+        return " * ".join([x] * int(exponent))
+    special = {
+        0: w.f(1.0), 1: x, 2: f"{x} * {x}", 3: f"{x} * {x} * {x}", 0.5: f"sqrt({x})", -0.5: f"rsqrt({x})",
+        -1: f"rcp({x})", -2: f"rcp({x} * {x})",
+    }  # fmt: skip
+    if exponent == 4:
+        square = w.let(f"{x} * {x}")
+        return f"{square} * {square}"
+    return special.get(exponent) or f"pow({x}, {w.f(exponent)})"
+
+
+def _relu(w: Writer) -> str:
+    zero = w.literal(0, w.out)
+    return f"where({w.x()} < {zero}, {zero}, {w.x()})"
+
+
+def _clamp_text(w: Writer, x: str, low, high) -> str:
+    """min(max(x, low), high), keeping NaN."""
+    for bound, name, symbol in ((low, "maximum", ">"), (high, "minimum", "<")):
+        if bound is None:
+            continue
+        limit = w.value(bound)
+        x = f"{name}({x}, {limit})" if w.out == "float32" else w.let(f"where({x} {symbol} {limit}, {x}, {limit})")
+    return x
+
+
+def _clamp(w: Writer) -> str:
+    return _clamp_text(w, w.x(), w.arg(1, "min"), w.arg(2, "max"))
+
+
+def _hardtanh(w: Writer) -> str:
+    return _clamp_text(w, w.x(), w.number(1, "min_val", -1.0), w.number(2, "max_val", 1.0))
+
+
+def _leaky_relu(w: Writer) -> str:
+    w.need_float()
+    return f"where({w.x()} > {w.f(0)}, {w.x()}, {w.x()} * {w.f(w.number(1, 'negative_slope', 0.01))})"
+
+
+def _elu_text(w: Writer, alpha: float, scale: float, input_scale: float) -> str:
+    w.need_float()
+    x = w.x()
+    inner = x if input_scale == 1 else f"{x} * {w.f(input_scale)}"
+    positive = x if scale == 1 else f"{x} * {w.f(scale)}"
+    return f"where({x} > {w.f(0)}, {positive}, expm1({inner}) * {w.f(alpha * scale)})"
+
+
+def _elu(w: Writer) -> str:
+    return _elu_text(w, w.number(1, "alpha", 1.0), w.number(2, "scale", 1.0), w.number(3, "input_scale", 1.0))
+
+
+def _selu(w: Writer) -> str:
+    return _elu_text(w, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1.0)
+
+
+def _celu(w: Writer) -> str:
+    alpha = w.number(1, "alpha", 1.0)
+    return _elu_text(w, alpha, 1.0, 1.0 / alpha)
+
+
+def _gelu(w: Writer) -> str:
+    w.need_float()
+    x = w.x()
+    if w.arg(1, "approximate", "none") == "none":
+        return f"{w.f(0.5)} * {x} * ({w.f(1.0)} + erf({x} * {w.f(math.sqrt(0.5))}))"
+    # 0.5 x (1 + tanh u) = x sigmoid(2u): half the instructions, and no cancellation in the negative tail
+    return f"{x} * sigmoid({x} * ({w.f(2 * KAPPA)} + {w.f(2 * KAPPA * CUBIC)} * ({x} * {x})))"
+
+
+def _silu(w: Writer) -> str:
+    w.need_float()
+    return f"{w.x()} * sigmoid({w.x()})"
+
+
+def _softplus_text(w: Writer, beta: float, threshold: float) -> str:
+    x = w.x()
+    scaled = x if beta == 1 else w.let(f"{x} * {w.f(beta)}")
+    soft = f"log1p(exp({scaled}))" if beta == 1 else f"div(log1p(exp({scaled})), {w.f(beta)})"
+    return f"where({scaled} > {w.f(threshold)}, {x}, {soft})"
+
+
+def _softplus(w: Writer) -> str:
+    w.need_float()
+    return _softplus_text(w, w.number(1, "beta", 1), w.number(2, "threshold", 20))
+
+
+def _mish(w: Writer) -> str:
+    w.need_float()
+    return f"{w.x()} * tanh(log1p(exp({w.x()})))"
+
+
+def _log_sigmoid(w: Writer) -> str:
+    w.need_float()
+    return f"minimum({w.x()}, {w.f(0)}) - log1p(exp(-fabs({w.x()})))"
+
+
+def _hardsigmoid_text(w: Writer) -> str:
+    w.need_float()
+    return f"minimum(maximum({w.x()} + {w.f(3)}, {w.f(0)}), {w.f(6)})"
+
+
+def _threshold(w: Writer) -> str:
+    return f"where({w.x()} <= {w.x(1, 'threshold')}, {w.x(2, 'value')}, {w.x()})"
+
+
+def _extreme(name: str, symbol: str) -> Callable:
+    def text(w: Writer) -> str:
+        if w.out == "float32":
+            return f"{name}({w.x(0)}, {w.x(1)})"
+        if w.out == "bool":
+            return f"{'T.Or' if symbol == '>' else 'T.And'}({w.x(0)}, {w.x(1)})"
+        return f"where({w.x(0)} {symbol} {w.x(1)}, {w.x(0)}, {w.x(1)})"
+
+    return text
+
+
+def _where(w: Writer) -> str:
+    return f"where({w.value(w.arg(0), 'bool')}, {w.x(1)}, {w.x(2)})"
+
+
+def _masked_fill(w: Writer) -> str:
+    return f"where({w.value(w.arg(1), 'bool')}, {w.x(2)}, {w.x(0)})"
+
+
+def _logical(name: str) -> Callable:
+    def text(w: Writer) -> str:
+        args = [w.value(a, "bool") for a in w.op.args]
+        if name == "T.Xor":
+            return f'T.cast({args[0]}, "int32") != T.cast({args[1]}, "int32")'
+        return f"{name}({', '.join(args)})"
+
+    return text
+
+
+def _bitwise(symbol: str, name: str) -> Callable:
+    def text(w: Writer) -> str:
+        if w.out == "bool":
+            return _logical(name)(w)
+        if w.out == "float32":
+            raise Unsupported(f"{w.op.target} on floats")
+        return f"~{w.x(0)}" if symbol == "~" else f"{w.x(0)} {symbol} {w.x(1)}"
+
+    return text
+
+
+def _float_test(text_of: Callable) -> Callable:
+    def text(w: Writer) -> str:
+        if w.dtype_of(w.arg(0)) != "float32":
+            raise Unsupported(f"{w.op.target} on {w.dtype_of(w.arg(0))}")
+        return text_of(w, w.value(w.arg(0), "float32"))
+
+    return text
+
+
+def _same(w: Writer) -> str:
+    """A copy, a cast or an alias: the value in the result's compute dtype."""
+    return w.x()
+
+
+def _dropout(w: Writer) -> str:
+    if w.number(2, "train", True) and w.number(1, "p", 0.5):
+        raise Unsupported("dropout in training draws random numbers")
+    return w.x()
+
+
+def _batch_norm(w: Writer) -> str:
+    w.need_float()
+    if w.number(5, "training", True):
+        raise Unsupported("batch_norm in training mode is a reduction")
+    weight, bias, mean, var = (w.arg(i) for i in (1, 2, 3, 4))
+    if not isinstance(mean, Ref) or not isinstance(var, Ref):
+        raise Unsupported("batch_norm without running statistics")
+    text = f"({w.x()} - {w.value(mean)}) * rsqrt({w.value(var)} + {w.f(w.number(7, 'eps', 1e-5))})"
+    text = text if weight is None else f"{text} * {w.value(weight)}"
+    return text if bias is None else f"{text} + {w.value(bias)}"
+
+
+def _addcmul(w: Writer) -> str:
+    scale = w.number(3, "value", 1)
+    return f"{w.x(0)} + {'' if scale == 1 else w.value(scale) + ' * '}{w.x(1)} * {w.x(2)}"
+
+
+def _addcdiv(w: Writer) -> str:
+    w.need_float()
+    scale = w.number(3, "value", 1)
+    return f"{w.x(0)} + {'' if scale == 1 else w.value(scale) + ' * '}div({w.x(1)}, {w.x(2)})"
+
+
+def _lerp(w: Writer) -> str:
+    w.need_float()
+    a, b, t = w.x(0), w.x(1), w.x(2)
+    return f"where(fabs({t}) < {w.f(0.5)}, {a} + {t} * ({b} - {a}), {b} - ({b} - {a}) * ({w.f(1)} - {t}))"
+
+
+def _nan_to_num(w: Writer) -> str:
+    x = w.x()
+    if w.out != "float32":
+        return x
+    top = {"float32": 3.4028234663852886e38, "float16": 65504.0, "bfloat16": 3.3895313892515355e38}[w.op.out.dtype]
+    nan, high, low = w.arg(1, "nan"), w.arg(2, "posinf"), w.arg(3, "neginf")
+    nan, high, low = (nan or 0.0, top if high is None else high, -top if low is None else low)
+    inf = w.f(math.inf)
+    return f"where(isnan({x}), {w.f(nan)}, where({x} == {inf}, {w.f(high)}, where({x} == -{inf}, {w.f(low)}, {x})))"
+
+
+def _round(w: Writer) -> str:
+    if w.arg(1, "decimals", 0):
+        raise Unsupported("round to decimals")
+    return f"rint({w.x()})" if w.out == "float32" else w.x()
+
+
+def _rounding(name: str) -> Callable:
+    return lambda w: f"{name}({w.x()})" if w.out == "float32" else w.x()
+
+
+def _full(position: int, name: str, default=None) -> Callable:
+    return lambda w: w.literal(w.number(position, name, default), w.out)
+
+
+OPERATORS = {
+    "add": _add, "sub": _sub, "rsub": _rsub, "mul": _mul, "div": _div, "true_divide": _div, "divide": _div,
+    "floor_divide": _floor_divide, "remainder": _remainder, "fmod": _fmod, "multiply": _mul, "subtract": _sub,
+    "neg": lambda w: f"-{w.x()}", "negative": lambda w: f"-{w.x()}", "abs": _abs, "sign": _sign, "sgn": _sign,
+    "square": lambda w: f"{w.x()} * {w.x()}", "reciprocal": _unary("rcp"), "pow": _pow, "positive": _same,
+    "relu": _relu, "relu6": lambda w: _clamp_text(w, w.x(), 0, 6), "clamp": _clamp, "clip": _clamp,
+    "clamp_min": lambda w: _clamp_text(w, w.x(), w.arg(1, "min"), None),
+    "clamp_max": lambda w: _clamp_text(w, w.x(), None, w.arg(1, "max")),
+    "hardtanh": _hardtanh, "leaky_relu": _leaky_relu, "elu": _elu, "selu": _selu, "celu": _celu, "gelu": _gelu,
+    "silu": _silu, "mish": _mish, "softplus": _softplus, "log_sigmoid": _log_sigmoid, "threshold": _threshold,
+    "hardsigmoid": lambda w: f"{_hardsigmoid_text(w)} * {w.f(1 / 6)}",
+    "hardswish": lambda w: f"{w.x()} * {_hardsigmoid_text(w)} * {w.f(1 / 6)}",
+    "maximum": _extreme("maximum", ">"), "minimum": _extreme("minimum", "<"),
+    "max": _extreme("maximum", ">"), "min": _extreme("minimum", "<"),
+    "where": _where, "masked_fill": _masked_fill,
+    "logical_and": _logical("T.And"), "logical_or": _logical("T.Or"), "logical_not": _logical("T.Not"),
+    "logical_xor": _logical("T.Xor"),
+    "bitwise_and": _bitwise("&", "T.And"), "bitwise_or": _bitwise("|", "T.Or"), "bitwise_xor": _bitwise("^", "T.Xor"),
+    "bitwise_not": _bitwise("~", "T.Not"),
+    "__and__": _bitwise("&", "T.And"), "__or__": _bitwise("|", "T.Or"), "__xor__": _bitwise("^", "T.Xor"),
+    "isnan": _float_test(lambda w, x: f"isnan({x})"),
+    "isinf": _float_test(lambda w, x: f"fabs({x}) == {w.f(math.inf)}"),
+    "isfinite": _float_test(lambda w, x: f"fabs({x}) < {w.f(math.inf)}"),
+    "batch_norm": _batch_norm, "dropout": _dropout, "feature_dropout": _dropout, "addcmul": _addcmul,
+    "addcdiv": _addcdiv, "lerp": _lerp, "nan_to_num": _nan_to_num, "round": _round,
+    "full": _full(1, "fill_value"), "full_like": _full(1, "fill_value"), "scalar_tensor": _full(0, "s"),
+    "zeros_like": lambda w: w.literal(0, w.out), "ones_like": lambda w: w.literal(1, w.out),
+}  # fmt: skip
+UNARY = (
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin",
+    "acos", "atan", "erf", "sqrt", "rsqrt", "sigmoid",
+)  # fmt: skip
+COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+SAME = ("_to_copy", "to", "type_as", "clone", "contiguous", "alias", "detach", "lift_fresh_copy")
+OPERATORS |= {name: _unary(name) for name in UNARY}
+OPERATORS |= {name: _rounding(name) for name in ("floor", "ceil", "trunc")}
+OPERATORS |= {name: _compare(symbol) for name, symbol in COMPARE.items()}
+OPERATORS |= dict.fromkeys(SAME, _same)
+OPERATORS["atan2"] = _binary("atan2")
