@@ -185,3 +185,37 @@ class CacheUnwritable(FuseScoutError):
             f"{why}.",
             "Make room there, or name another folder with --cache-dir or FUSESCOUT_CACHE_DIR.",
         )
+
+
+class NotCapturable(FuseScoutError):
+    """A graph that can't be turned into ATen without changing what it computes. It is left as it is."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+    def __init__(self, why: str) -> None:
+        super().__init__("This graph can't be captured:", f"{why}.", "It stays as it is; the rest of the model is analysed.")
+
+
+class TraceUnreadable(FuseScoutError):
+    """A Chrome trace that can't be read."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(
+            f"Can't read the trace {path}:",
+            f"{why}.",
+            "Give a .json or .json.gz that torch.profiler exported. If a file name or record_function name holds a quote, "
+            "torch.profiler writes broken JSON: rename it and profile again.",
+        )
+
+
+class ProfilerBusy(FuseScoutError):
+    """Another profiler is active in this process."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Can't profile:",
+            "a profiler is already active in this process, and a nested one would lose its records.",
+            "Leave the torch.profiler or emit_nvtx context first, or take it out of the script.",
+        )

@@ -98,8 +98,11 @@ class KernelRow(Record):
 
 
 class EdgeRow(Record):
+    """Node `source` feeds node `target` of the same captured graph."""
+
     source: str
     target: str
+    graph: int = 0
 
 
 class ProfileInfo(Record):

@@ -1,0 +1,140 @@
+"""Draw the collapsed op graph as SVG: data flows from top to bottom, heat is time, skip edges run along the side."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from collections.abc import Set
+
+from markupsafe import Markup
+
+from fusescout.report import facts
+from fusescout.report import numbers as n
+from fusescout.report.opgraph import Collapsed
+
+WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN, LANE = 282, 26, 16, 22, 22, 9
+COLUMNS, LANES, LABEL_CHARS = 4, 8, 26
+
+Place = tuple[int, int]
+"""(row, left edge in pixels)."""
+
+
+def draw(graph: Collapsed, accepted: Set[str] = frozenset()) -> Markup:
+    """The graph as one `<svg>`; each box links to `#box-<index>`. Ids in `accepted` stand out. Empty graphs give nothing."""
+    if not graph.boxes:
+        return Markup("")
+    places = _layout(graph)
+    lanes = _lanes(graph, places)
+    side = max(x for _, x in places) + WIDTH
+    width = side + MARGIN + LANE * (1 + max(lanes.values(), default=0))
+    height = _top(max(row for row, _ in places)) + HEIGHT + MARGIN
+    shapes = [_frame(places, fold, side) for fold in graph.folds]
+    shapes += [_edge(places, edge, lanes.get(edge), side) for edge in graph.edges]
+    hottest = max(box.share for box in graph.boxes)
+    shapes += [_box(graph, k, places[k], hottest, accepted) for k in range(len(graph.boxes))]
+    return Markup(
+        '<svg class="graph" role="group" aria-label="Op graph, {} boxes; the same boxes are listed below as text" '
+        'width="{}" height="{}" viewBox="0 0 {} {}">{}</svg>'
+    ).format(len(graph.boxes), width, height, width, height, Markup("").join(shapes))
+
+
+def _layout(graph: Collapsed) -> list[Place]:
+    """Each box below all it reads from, at most four in a row; a fold has its rows for itself."""
+    before: dict[int, list[int]] = defaultdict(list)
+    for source, target in graph.edges:
+        before[target].append(source)
+    starts, ends = {f[0] for f in graph.folds}, {f[1] for f in graph.folds}
+    rows: list[list[int]] = []
+    row_of: list[int] = []
+    floor = 0
+    for k in range(len(graph.boxes)):
+        floor = len(rows) if k in starts else floor
+        row = max([floor, *(row_of[source] + 1 for source in before[k])])
+        while row < len(rows) and len(rows[row]) >= COLUMNS:
+            row += 1
+        while len(rows) <= row:
+            rows.append([])
+        rows[row].append(k)
+        row_of.append(row)
+        floor = len(rows) if k in ends else floor
+    widest = max(len(row) for row in rows)
+    left = {k: MARGIN + (2 * x + widest - len(row)) * (WIDTH + GAP_X) // 2 for row in rows for x, k in enumerate(row)}
+    return [(row_of[k], left[k]) for k in range(len(graph.boxes))]
+
+
+def _lanes(graph: Collapsed, places: list[Place]) -> Mapping[tuple[int, int], int]:
+    """A lane at the side for each edge that jumps over rows; lanes are shared where edges don't overlap."""
+    free_from = [0] * LANES
+    lanes: dict[tuple[int, int], int] = {}
+    for source, target in sorted(graph.edges, key=lambda e: (places[e[0]][0], places[e[1]][0])):
+        top, bottom = places[source][0], places[target][0]
+        if bottom > top + 1:
+            lane = next((i for i in range(LANES) if free_from[i] <= top), LANES - 1)
+            free_from[lane] = max(free_from[lane], bottom)
+            lanes[source, target] = lane
+    return lanes
+
+
+def _top(row: int) -> int:
+    return MARGIN + row * (HEIGHT + GAP_Y)
+
+
+def _frame(places: list[Place], fold: tuple[int, int, int], side: int) -> Markup:
+    first, last, times = fold
+    rows = [places[k][0] for k in range(first, last + 1)]
+    top = _top(min(rows)) - GAP_Y // 2
+    height = _top(max(rows)) + HEIGHT + GAP_Y // 2 - top
+    return Markup(
+        '<rect class="fold" x="6" y="{}" width="{}" height="{}" rx="4"/><text class="times" x="14" y="{}">× {}</text>'
+    ).format(top, side - 6 + MARGIN // 2, height, top + 16, times)
+
+
+def _edge(places: list[Place], edge: tuple[int, int], lane: int | None, side: int) -> Markup:
+    (row, left), (below, target_left) = places[edge[0]], places[edge[1]]
+    if lane is None:
+        x, y, to_x, to_y = left + WIDTH // 2, _top(row) + HEIGHT, target_left + WIDTH // 2, _top(below)
+        middle = (y + to_y) // 2
+        return Markup('<path class="edge" d="M{0} {1}C{0} {2} {3} {2} {3} {4}"/>').format(x, y, middle, to_x, to_y)
+    x, y, to_x, to_y = left + WIDTH, _top(row) + HEIGHT // 2, target_left + WIDTH, _top(below) + HEIGHT // 2
+    out = side + MARGIN // 2 + 4 + LANE * lane
+    return Markup('<path class="edge" d="M{0} {1}H{2}Q{3} {1} {3} {4}V{5}Q{3} {6} {2} {6}H{7}"/>').format(
+        x, y, out - 5, out, y + 5, to_y - 5, to_y, to_x
+    )
+
+
+def _box(graph: Collapsed, index: int, place: Place, hottest: float, accepted: Set[str]) -> Markup:
+    box = graph.boxes[index]
+    (row, x), y = place, _top(place[0])
+    heat = round(0.6 * (max(box.share, 0.0) / hottest) ** 0.7, 3) if hottest > 0 else 0
+    label = ".".join((facts.clean(box.label) or "(top level)").split(".")[-2:])
+    ids = Markup("").join(
+        Markup('<tspan class="{}">{} </tspan>').format(
+            "best" if i in accepted else "quiet", facts.shorten(facts.clean(i), 5)
+        )
+        for i in box.candidates[:3]
+    )
+    title = f"{facts.clean(box.label)}: {facts.chain_text([op.op for op in box.ops])}, {n.duration(box.time_us)}"
+    return Markup(
+        '<a href="#box-{}"><title>{}</title><rect class="paper" x="{}" y="{}" width="{}" height="{}" rx="3"/>'
+        '<rect class="box" x="{}" y="{}" width="{}" height="{}" rx="3" fill-opacity="{}"/><text x="{}" y="{}">{}</text>'
+        '<text class="right" x="{}" y="{}">{}{}</text></a>'
+    ).format(
+        index,
+        title,
+        x,
+        y,
+        WIDTH,
+        HEIGHT,
+        x,
+        y,
+        WIDTH,
+        HEIGHT,
+        heat,
+        x + 8,
+        y + 17,
+        facts.shorten(label, LABEL_CHARS),
+        x + WIDTH - 8,
+        y + 17,
+        ids,
+        n.percent(box.share),
+    )
