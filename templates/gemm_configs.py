@@ -1,0 +1,107 @@
+"""The search space of the GEMM templates: schedules and tiles, ordered by a cost model of one Hopper multiprocessor."""
+
+import math
+
+from fusescout.device import Device
+from fusescout.templates.gemm_problem import Problem
+
+HOPPER = ("sm_90", "sm_90a")
+SHARED_BYTES = 227 * 1024
+MMA_PER_CLOCK = 2048
+"""16-bit multiply-adds per clock of one multiprocessor's tensor cores."""
+COSTLY = {"gelu": 26, "silu": 14, "sigmoid": 13, "tanh": 20, "exp": 12, "erf": 28, "softplus": 30, "mish": 40, "div": 8, "pow": 30}
+"""Clocks for 128 elements of an epilogue operator; one that is not listed takes about two."""
+
+# schedule, BM, BN, BK, stages, extra. Shared memory decides what fits; the cost model what comes first.
+WARP_SPECIALISED = (
+    ("pingpong", 128, 128, 64, 4, {}),
+    ("pingpong", 64, 256, 64, 4, {}),
+    ("pingpong", 128, 128, 64, 3, {}),
+    ("pingpong", 64, 128, 64, 6, {}),
+    ("pingpong", 64, 192, 64, 5, {}),
+    ("pingpong", 128, 64, 64, 6, {}),
+    ("pingpong", 64, 64, 64, 8, {}),
+    ("coop", 128, 256, 64, 3, {}),
+    ("coop", 256, 128, 64, 3, {}),
+    ("coop", 128, 192, 64, 4, {}),
+    ("coop", 128, 128, 64, 5, {}),
+    ("coop", 128, 64, 64, 6, {}),
+    ("roles", 128, 128, 64, 2, {"threads": 128, "ctas": 2}),
+    ("roles", 128, 128, 64, 4, {}),
+    ("roles", 128, 256, 64, 3, {}),
+    ("auto", 128, 128, 64, 2, {"threads": 128, "ctas": 2, "swizzle": 8}),
+    ("auto", 64, 128, 64, 3, {"threads": 128, "ctas": 2, "swizzle": 8}),
+    ("auto", 64, 64, 64, 5, {"threads": 128, "ctas": 2, "swizzle": 8}),
+    ("auto", 128, 256, 64, 3, {"swizzle": 8}),
+    ("auto", 128, 128, 64, 4, {"swizzle": 8}),
+    ("auto", 64, 128, 64, 4, {"threads": 128, "swizzle": 8}),
+    ("auto", 64, 64, 128, 4, {"threads": 128}),
+)
+GENERIC = tuple(
+    ("auto", bm, bn, 32, stages, {"threads": 128, "policy": "Square"}) for bm, bn, stages in ((128, 128, 3), (128, 64, 3), (64, 64, 4))
+)
+FEW_ROWS = tuple(
+    ("auto", bm, bn, bk, stages, {"threads": 128, "policy": "FullCol"})
+    for bn, bk, stages in ((32, 256, 4), (32, 128, 6), (64, 128, 5), (64, 256, 3), (32, 64, 8), (128, 64, 5))
+    for bm in (16, 32, 64)
+)
+
+# Share of the tensor cores' rate that a schedule's main loop reaches, for a deep K. Measured on an H200, rounded.
+EFFICIENCY = {"pingpong": 0.9, "coop": 0.9, "roles": 0.82, "auto": 0.75}
+
+
+def space(problem: Problem, device: Device) -> list:
+    """All configs that fit, best guess first."""
+    if device.kind == "cpu":
+        return [_config(("plain", 32, min(problem.N, 256), problem.K, 1, {}), device)]
+    rows = FEW_ROWS if problem.M <= 64 else ()
+    shapes = rows + (WARP_SPECIALISED if device.arch in HOPPER else GENERIC)
+    found = [_config(s, device) for s in shapes]
+    return sorted((c for c in found if _fits(problem, c)), key=lambda c: clocks(problem, c, device))
+
+
+def _config(shape: tuple, device: Device) -> dict:
+    schedule, bm, bn, bk, stages, extra = shape
+    config = {"schedule": schedule, "BM": bm, "BN": bn, "BK": bk, "stages": stages, "threads": 256, "policy": "FullRow", **extra}
+    if schedule in ("roles", "coop", "pingpong"):
+        config["grid"] = max(device.cores, 1) * config.get("ctas", 1)
+        config["group"] = 8
+    return config
+
+
+def _fits(p: Problem, c: dict) -> bool:
+    gemms, outputs = len(p.weights), len(p.outputs)
+    loads = c["stages"] * (c["BM"] + gemms * c["BN"]) * c["BK"] * 2
+    buffers = 2 if c["schedule"] == "pingpong" else 0 if c["schedule"] == "auto" else 1
+    shared = loads + buffers * c["BM"] * c["BN"] * 2
+    warpgroups = 1 if c["schedule"] == "pingpong" else c["threads"] // 128
+    registers = c["BM"] * c["BN"] * (2 * gemms + outputs - 1) // (2 * 128 * warpgroups)
+    if c["schedule"] == "roles" and p.K <= c["BK"]:
+        return False  # a pipelined loop of one trip
+    if c["BM"] < 64 and c["BM"] // 2 >= p.M > 8:
+        return False  # a smaller tile does
+    return shared * c.get("ctas", 1) + 1024 <= SHARED_BYTES and registers <= (128 if c["schedule"] == "auto" else 192)
+
+
+def clocks(p: Problem, c: dict, device: Device) -> float:
+    """Clocks the kernel is expected to take; only the order of configs rests on it."""
+    sms, gemms = max(device.cores, 1), len(p.weights)
+    tiles = math.ceil(p.M / c["BM"]) * math.ceil(p.N / c["BN"])
+    elements = c["BM"] * c["BN"]
+    steps = math.ceil(p.K / c["BK"])
+    # A tile of m x n loads (m + n) per step for m * n products: below 128 x 128 the level-2 cache is the limit.
+    mma = elements * gemms * c["BK"] / MMA_PER_CLOCK
+    load = (c["BM"] + gemms * c["BN"]) * c["BK"] * 2 / 48
+    main = steps * max(mma / EFFICIENCY[c["schedule"]], load) + 600
+    tail = 2 + sum(COSTLY.get(p.graph.op_of(v).name, 2) for v in p.epilogue) + 4 * sum(o.kind not in ("row", "scalar") for o in p.operands)
+    tail = elements * tail / 128 + elements * 2 * len(p.outputs) / 32
+    waves = math.ceil(tiles / sms)
+    if p.M <= 64:  # the weight's bytes decide: many blocks, deep loads
+        return waves * (steps * load + 600) / min(1.0, c["stages"] * c["BK"] / 768)
+    if c["schedule"] == "pingpong":
+        return waves * max(main - 600, tail) + min(main, tail) + 600
+    if c.get("ctas", 1) == 2:
+        return math.ceil(tiles / (2 * sms)) * (2 * main - 600 + 0.6 * tail)
+    if c["schedule"] == "roles":
+        return waves * (main - 300 + 0.9 * tail)
+    return waves * (main - (500 if c["schedule"] == "coop" else 0) + tail)

@@ -1,0 +1,295 @@
+"""Reads a captured sub-graph as one GEMM and its epilogue: sizes, layouts, and where each operand is found.
+
+Every value behind the GEMM lives in one space of M rows and N columns. Views that only regroup the leading dimensions
+don't change a value's place in it, so they vanish here; an operand is known by its strides alone, so a transposed or
+expanded view of an input needs no operator either.
+"""
+
+import math
+from dataclasses import dataclass
+from dataclasses import replace
+
+from fusescout.ir import Op
+from fusescout.ir import Ref
+from fusescout.ir import Subgraph
+from fusescout.ir import TensorSpec
+from fusescout.ir import substitute
+
+GEMMS = ("linear", "addmm", "mm", "matmul")
+REGROUPS = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze"})
+"""Views that keep the row-major order of the elements."""
+VIEWS = REGROUPS | {"t", "transpose", "permute", "expand", "alias", "detach"}
+"""Operators whose result is fully told by its shape and strides over the same memory."""
+
+
+class Refused(Exception):
+    """The sub-graph is not a GEMM with an epilogue this template covers; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A 2-D operand of the GEMM: rows x columns, `pitch` elements from row to row, columns adjacent."""
+
+    input: int
+    rows: int
+    columns: int
+    pitch: int
+    dtype: str
+    aligned: bool
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An epilogue input. `kind` tells its address for result element (m, n).
+
+    "full" [m, n], "row" [n], "column" [m], "scalar" [0], "cycle" [m % period, n], "block" [m // period, n],
+    "cycle_column" [m % period], "block_column" [m // period].
+    """
+
+    value: int
+    input: int
+    kind: str
+    shape: tuple
+    stride: tuple
+    dtype: str
+    period: int = 1
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result: the value it holds and the pitch of its rows in memory."""
+
+    value: int
+    pitch: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`x[M, K] @ w` and what happens to the result. `w` is [N, K] (`transposed`) or [K, N].
+
+    Attributes:
+        anchor: value index of the GEMM itself.
+        graph: the sub-graph without views; `epilogue` are the value indices of its ops that must be computed.
+        bias: value index added to the GEMM by the operator itself, or None. `alpha` and `beta` scale as in addmm.
+    """
+
+    M: int
+    N: int
+    K: int
+    x: Matrix
+    weights: tuple
+    transposed: bool
+    anchors: tuple
+    bias: tuple
+    alpha: float
+    beta: float
+    operands: tuple
+    outputs: tuple
+    graph: Subgraph
+    epilogue: tuple
+
+    @property
+    def w(self):
+        return self.weights[0]
+
+    @property
+    def anchor(self):
+        return self.anchors[0]
+
+
+def read(graph: Subgraph, gemms: int = 1) -> Problem:
+    """The problem a sub-graph states; raises `Refused` with the reason if it isn't `gemms` GEMMs with an epilogue."""
+    first = len(graph.inputs)
+    anchors = tuple(first + k for k, op in enumerate(graph.ops) if op.name in GEMMS)
+    if len(anchors) != gemms:
+        raise Refused(f"it holds {len(anchors)} matrix products, not {gemms}")
+    x, w, transposed, biases, alpha, beta = _gemm(graph, anchors[0])
+    weights, bias = [w], [biases]
+    for anchor in anchors[1:]:
+        other_x, other_w, other_transposed, other_bias, *scales = _gemm(graph, anchor)
+        if other_x != x or replace(other_w, input=w.input) != w or other_transposed != transposed or scales != [1.0, 1.0]:
+            raise Refused("its matrix products differ in input, shape or layout")
+        weights.append(other_w)
+        bias.append(other_bias)
+    main = _derived(graph, anchors)
+    plain, epilogue = _without_views(graph, anchors, main, w.rows if transposed else w.columns)
+    n = w.rows if transposed else w.columns
+    spaces = _spaces(graph, anchors, main, epilogue, bias)
+    used = {i for k in epilogue for i in _op(plain, k).inputs} | {b for b in bias if b is not None}
+    operands = tuple(
+        _operand(graph, v, spaces) for v in sorted(used) if v not in main and v not in epilogue
+    )
+    outputs = tuple(_output(graph, v, main, x.rows, n) for v in graph.outputs)
+    return Problem(
+        x.rows, n, x.columns, x, tuple(weights), transposed, anchors, tuple(bias), alpha, beta, operands, outputs, plain, epilogue
+    )  # fmt: skip
+
+
+def _op(graph: Subgraph, value: int) -> Op:
+    op = graph.op_of(value)
+    assert op is not None
+    return op
+
+
+def _ref(op: Op, position: int) -> int:
+    arg = op.args[position] if position < len(op.args) else None
+    if not isinstance(arg, Ref):
+        raise Refused(f"argument {position} of {op.name} is not a tensor")
+    return int(arg.to)
+
+
+def _root(graph: Subgraph, value: int) -> int:
+    """The sub-graph input whose memory `value` is a view of; the view's own spec tells its layout."""
+    while value >= len(graph.inputs):
+        op = _op(graph, value)
+        if op.name not in VIEWS:
+            raise Refused(f"an operand is computed by {op.name}, which is not a view of an input")
+        source = _ref(op, 0)
+        if op.name in ("reshape", "flatten") and not graph.tensor(source).is_contiguous:
+            raise Refused(f"{op.name} of a strided operand copies it")
+        value = source
+    return value
+
+
+def _gemm(graph: Subgraph, anchor: int):
+    op = _op(graph, anchor)
+    shift = 1 if op.name == "addmm" else 0
+    bias = _ref(op, 0) if shift else None
+    if op.name == "linear" and len(op.args) > 2 and isinstance(op.args[2], Ref):
+        bias = int(op.args[2].to)
+    left, right = _ref(op, shift), _ref(op, shift + 1)
+    if graph.tensor(right).shape.__len__() != 2 or len(graph.tensor(left).shape) < 2:
+        raise Refused("the matrix product is batched or has a vector operand")
+    x = _matrix(graph, left)
+    if x is None:
+        raise Refused("the rows of the GEMM's input are not contiguous in memory")
+    spec = graph.tensor(right)
+    logical = spec if op.name != "linear" else replace(spec, shape=spec.shape[::-1], stride=spec.stride[::-1])
+    w = _matrix(graph, right, logical)
+    transposed = w is None or (w.rows > 1 and w.columns == 1 and logical.stride[0] == 1)
+    if transposed:  # column-major [K, N] is row-major [N, K]
+        w = _matrix(graph, right, replace(logical, shape=logical.shape[::-1], stride=logical.stride[::-1]))
+    if w is None:
+        raise Refused("the weight is strided in both dimensions")
+    return x, w, transposed, bias, float(op.kwarg("alpha", 1) or 0), float(op.kwarg("beta", 1) or 0)
+
+
+def _matrix(graph: Subgraph, value: int, spec: TensorSpec | None = None) -> Matrix | None:
+    spec = spec or graph.tensor(value)
+    pitch = _pitch(spec.shape, spec.stride)
+    if pitch is None or (spec.stride[-1] != 1 and spec.shape[-1] != 1):
+        return None
+    root = graph.inputs[_root(graph, value)]
+    return Matrix(_root(graph, value), math.prod(spec.shape[:-1]), spec.shape[-1], pitch, spec.dtype, root.aligned)
+
+
+def _pitch(shape: tuple, stride: tuple) -> int | None:
+    """Elements from row to row if the leading dimensions form one evenly spaced run, else None."""
+    dims = [(n, s) for n, s in zip(shape[:-1], stride[:-1], strict=True) if n != 1]
+    for (_, outer), (n, inner) in zip(dims, dims[1:], strict=False):
+        if outer != n * inner:
+            return None
+    return dims[-1][1] if dims else shape[-1]
+
+
+def _derived(graph: Subgraph, anchors: tuple) -> frozenset:
+    """Values that depend on a GEMM's result."""
+    main = set(anchors)
+    for k, op in enumerate(graph.ops):
+        if any(i in main for i in op.inputs):
+            main.add(len(graph.inputs) + k)
+    return frozenset(main)
+
+
+def _without_views(graph: Subgraph, anchors: tuple, main: frozenset, n: int):
+    """The sub-graph with views of computed values bypassed, and the values that are left to compute."""
+    name = {k: k for k in range(len(graph.inputs) + len(graph.ops))}
+    ops, epilogue = [], []
+    for k, op in enumerate(graph.ops):
+        value = len(graph.inputs) + k
+        ops.append(Op(op.target, substitute(op.args, name), tuple((a, substitute(b, name)) for a, b in op.kwargs), op.out))
+        if value in anchors:
+            continue
+        if value in main and any(i in anchors for i in op.inputs) and op.name in GEMMS:
+            raise Refused("one matrix product feeds another")
+        if value in main and op.name in REGROUPS:
+            spec = graph.tensor(value)
+            if not spec.shape or spec.shape[-1] != n or graph.tensor(_ref(op, 0)).shape[-1:] != (n,):
+                raise Refused(f"{op.name} behind the GEMM regroups its columns")
+            name[value] = name[_ref(op, 0)]
+        elif value in main and op.name in VIEWS - {"alias", "detach"}:
+            raise Refused(f"{op.name} behind the GEMM reorders its result")
+        elif value in main or op.name not in VIEWS:
+            epilogue.append(value)
+    outputs = tuple(name[v] for v in graph.outputs)
+    return Subgraph(graph.inputs, tuple(ops), outputs), tuple(epilogue)
+
+
+def _spaces(graph: Subgraph, anchors: tuple, main: frozenset, epilogue: tuple, bias: list) -> dict:
+    """For every value the epilogue reads: the shape of the result it is broadcast to."""
+    spaces: dict[int, set] = {}
+    for anchor, b in zip(anchors, bias, strict=True):
+        if b is not None:
+            spaces.setdefault(b, set()).add(graph.tensor(anchor).shape)
+    for value in reversed(epilogue):
+        shapes = {graph.tensor(value).shape} if value in main else spaces.get(value, set())
+        for i in _op(graph, value).inputs:
+            if i not in main:
+                spaces.setdefault(i, set()).update(shapes)
+    return spaces
+
+
+def _operand(graph: Subgraph, value: int, spaces: dict) -> Operand:
+    spec, root = graph.tensor(value), _root(graph, value)
+    found = {_place(spec, space) for space in spaces[value]}
+    if len(found) != 1:
+        raise Refused("an operand is broadcast in two different ways")
+    kind, shape, stride, period = found.pop()
+    return Operand(value, root, kind, shape, stride, spec.dtype, period)
+
+
+def _place(spec: TensorSpec, space: tuple) -> tuple:
+    """(kind, shape, stride, period) of an operand that is broadcast to `space` = (..., N)."""
+    pad = len(space) - len(spec.shape)
+    if pad < 0:
+        raise Refused("an operand has more dimensions than the result")
+    strides = [0] * pad + [0 if n == 1 else s for n, s in zip(spec.shape, spec.stride, strict=True)]
+    n, step = space[-1], strides[-1]
+    dims = [(d, s) for d, s in zip(space[:-1], strides[:-1], strict=True) if d != 1]
+    m = math.prod(space[:-1])
+    if step not in (0, 1) and n != 1:
+        raise Refused("an operand's columns are not adjacent in memory")
+    lead = 0
+    while lead < len(dims) and dims[lead][1] == 0:
+        lead += 1
+    trail = len(dims)
+    while trail > lead and dims[trail - 1][1] == 0:
+        trail -= 1
+    core = dims[lead:trail]
+    rows = math.prod(d for d, _ in core)
+    for (_, outer), (d, inner) in zip(core, core[1:], strict=False):
+        if outer != d * inner:
+            raise Refused("an operand's rows are not evenly spaced in memory")
+    if not core:
+        return ("row", (n,), (1,), 1) if step else ("scalar", (1,), (1,), 1)
+    if lead and trail < len(dims):
+        raise Refused("an operand is broadcast on both sides of its rows")
+    pitch = core[-1][1]
+    shape, stride = ((rows, n), (pitch, 1)) if step else ((rows,), (pitch,))
+    tail = "" if step else "_column"
+    if lead:
+        return f"cycle{tail}", shape, stride, rows
+    if trail < len(dims):
+        return f"block{tail}", shape, stride, m // rows
+    return "full" if step else "column", shape, stride, 1
+
+
+def _output(graph: Subgraph, value: int, main: frozenset, m: int, n: int) -> Output:
+    spec = graph.tensor(value)
+    pitch = _pitch(spec.shape, spec.stride) if spec.shape else None
+    if value not in main or spec.numel != m * n or spec.shape[-1] != n:
+        raise Refused("a result is not computed from the GEMM")
+    if pitch is None or (spec.stride[-1] != 1 and n != 1):
+        raise Refused("a result's rows are not evenly spaced in memory")
+    return Output(value, pitch, spec.dtype)

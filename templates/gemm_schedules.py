@@ -1,0 +1,153 @@
+"""Ways to run a GEMM with an epilogue, as TileLang source text: sizes are module constants, so the text stays readable.
+
+A line `@@name` stands for a block that depends on the problem: operand loads, the MMA, the epilogue. The hand-written
+schedules keep these rules, learnt from the generated code: roles are one if/elif chain on the thread index; a stage is
+released only after `wait_wgmma`; a waiter is never more than one phase ahead of its barrier, because a parity wait two
+phases ahead falls through (two warpgroups that take turns need a barrier for the turn).
+"""
+
+RASTER = """
+def place(t):  # tile number -> (row block, column block): panels of GROUP row blocks share their weight columns in L2
+    if GROUP == 1:
+        return t % ROWS, t // ROWS
+    return (t // (GROUP * COLUMNS)) * GROUP + t % GROUP, (t % (GROUP * COLUMNS)) // GROUP
+
+"""
+
+PLAIN = """
+@T.prim_func
+def @@signature:
+    with T.Kernel(T.ceildiv(N, BN), T.ceildiv(M, BM)) as (bn, bm):
+        @@allocate
+        for i in T.serial(T.min(BM, M - bm * BM)):
+            @@row
+"""
+
+AUTO = """
+@T.prim_func
+def @@signature:
+    with T.Kernel(T.ceildiv(N, BN), T.ceildiv(M, BM), threads=THREADS, prelude=PRELUDE) as (bn, bm):
+        x_s = T.alloc_shared((BM, BK), DTYPE)
+        @@allocate
+        @@hints
+        row, col = bm * BM, bn * BN
+        @@clear
+        for k in @@loop:
+            T.copy(x[row, k * BK], x_s)
+            @@load
+            @@mma
+        @@preload
+        @@epilogue
+"""
+
+ROLES = """
+@T.prim_func
+def @@signature:
+    with T.Kernel(GRID, threads=THREADS, prelude=PRELUDE) as block:
+        x_s = T.alloc_shared((BM, BK), DTYPE)
+        @@allocate
+        @@hints
+        for t in T.serial(T.ceildiv(ROWS * COLUMNS - block, GRID)):
+            bm, bn = place(t * GRID + block)
+            row, col = bm * BM, bn * BN
+            @@clear
+            for k in @@loop:
+                T.copy(x[row, k * BK], x_s)
+                @@load
+                @@mma
+            @@preload
+            @@epilogue
+"""
+
+MANUAL = """
+@T.prim_func
+def @@signature:
+    with T.Kernel(GRID, threads=384, prelude=PRELUDE) as block:
+        tx = T.get_thread_binding()
+        x_s = T.alloc_shared((STAGES, BM, BK), DTYPE)
+        @@allocate
+        full = T.alloc_barrier([1] * STAGES)
+        empty = T.alloc_barrier([RELEASES] * STAGES)
+        @@barriers
+        tiles = T.ceildiv(ROWS * COLUMNS - block, GRID)
+        if tx < 128:  # the producer: one thread issues all loads
+            T.set_max_nreg(24, 0)
+            for t in T.serial(tiles):
+                bm, bn = place(t * GRID + block)
+                row, col = bm * BM, bn * BN
+                for k in T.serial(STEPS):
+                    it = t * STEPS + k
+                    T.mbarrier_wait_parity(empty[it % STAGES], ((it // STAGES) & 1) ^ 1)
+                    T.tma_copy(x[row : row + BM, k * BK : (k + 1) * BK], x_s[it % STAGES, :, :], barrier=full[it % STAGES])
+                    @@load
+                @@prefetch
+        @@consumers
+"""
+
+COOPERATIVE = """
+else:  # both consumer warpgroups work on one tile
+    T.set_max_nreg(240, 1)
+    for t in T.serial(tiles):
+        bm, bn = place(t * GRID + block)
+        row, col = bm * BM, bn * BN
+        @@preload
+        for k in T.serial(STEPS):
+            it = t * STEPS + k
+            T.mbarrier_wait_parity(full[it % STAGES], (it // STAGES) & 1)
+            @@mma
+            T.wait_wgmma(GEMMS)
+            if k > 0:
+                if T.shuffle_elect(32):
+                    T.mbarrier_arrive(empty[(it + STAGES - 1) % STAGES])
+        T.wait_wgmma(0)
+        @@fence
+        if T.shuffle_elect(32):
+            T.mbarrier_arrive(empty[(t * STEPS + STEPS - 1) % STAGES])
+        @@epilogue
+    @@drain
+"""
+
+TAKING_TURNS = """
+@@branch
+    T.set_max_nreg(240, 1)
+    for s in T.serial(@@count):
+        t = s * 2 + @@w
+        bm, bn = place(t * GRID + block)
+        row, col = bm * BM, bn * BN
+        @@preload
+        T.mbarrier_wait_parity(turn[@@w], @@parity)
+        for k in T.serial(STEPS):
+            it = t * STEPS + k
+            T.mbarrier_wait_parity(full[it % STAGES], (it // STAGES) & 1)
+            @@mma
+            T.wait_wgmma(GEMMS)
+            if k > 0:
+                if T.shuffle_elect(32):
+                    T.mbarrier_arrive(empty[(it + STAGES - 1) % STAGES])
+        if T.shuffle_elect(32):
+            T.mbarrier_arrive(turn[@@other])
+        T.wait_wgmma(0)
+        @@fence
+        if T.shuffle_elect(32):
+            T.mbarrier_arrive(empty[(t * STEPS + STEPS - 1) % STAGES])
+        @@epilogue
+    @@drain
+"""
+
+
+def fill(text, **blocks):
+    """Replace each `@@name`: alone on a line by a block with that line's indentation, inside a line by its text."""
+    lines = []
+    for line in text.strip("\n").splitlines():
+        bare = line.strip()
+        if bare.startswith("@@") and bare[2:] in blocks:
+            indent = line[: len(line) - len(line.lstrip())]
+            block = blocks[bare[2:]]
+            block = block.splitlines() if isinstance(block, str) else block
+            lines += [indent + part if part else "" for part in block]
+            continue
+        for name, block in blocks.items():
+            if f"@@{name}" in line:
+                line = line.replace(f"@@{name}", block)
+        lines.append(line)
+    return "\n".join(lines)

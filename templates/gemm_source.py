@@ -1,0 +1,322 @@
+"""Writes the TileLang source of one GEMM kernel: constants, parameters, and the blocks a schedule leaves open."""
+
+from fusescout.ir import FLOATS
+from fusescout.template import Param
+from fusescout.templates import gemm_schedules as schedules
+from fusescout.templates.dialect import HALF
+from fusescout.templates.dialect import Dialect
+from fusescout.templates.expression import emit
+from fusescout.templates.gemm_problem import Operand
+from fusescout.templates.gemm_problem import Problem
+
+ROLE_BASED = {"tl.enable_auto_warp_specialization": "role_based"}
+NO_REUSE = {"tl.disable_shared_memory_reuse": True}
+"""Two warpgroups use their staging buffers at the same time, which the allocator's liveness analysis doesn't see."""
+
+
+class Writer:
+    """One kernel being written. `p` is the problem, `c` the config; block names are those of the schedule texts."""
+
+    def __init__(self, problem: Problem, config: dict, dialect: Dialect) -> None:
+        self.p, self.c, self.d = problem, config, dialect
+        self.gemms = len(problem.weights)
+        self.staged = [not dialect.cpu and o.dtype in HALF and config["BN"] % 16 == 0 for o in problem.outputs]
+        self.bulk = [o.pitch % 8 == 0 for o in problem.outputs]
+        self.residual = self._residual()
+
+    # ---- parameters -------------------------------------------------------------------------------------------
+
+    def params(self) -> tuple:
+        p = self.p
+        found = [Param("x", "input", p.x.input, (p.M, p.K), (p.x.pitch, 1), p.x.dtype)]
+        for g, w in enumerate(p.weights):
+            found.append(Param(f"w{g}", "input", w.input, (w.rows, w.columns), (w.pitch, 1), w.dtype))
+        for k, o in enumerate(p.operands):
+            found.append(Param(f"e{k}", "input", o.input, o.shape, o.stride, o.dtype))
+        for k, o in enumerate(p.outputs):
+            found.append(Param(f"y{k}", "output", k, (p.M, p.N), (o.pitch, 1), o.dtype))
+        return tuple(found)
+
+    def _signature(self, name: str) -> str:
+        return f"{name}({', '.join(f'{q.name}: {self._declare(q)}' for q in self.params())})"
+
+    def _declare(self, q: Param) -> str:
+        dense = q.stride == _dense(q.shape)
+        dtype = self.d.storage(q.dtype)
+        return f'T.Tensor({q.shape}, "{dtype}")' if dense else f'T.StridedTensor({q.shape}, {q.stride}, "{dtype}")'
+
+    # ---- the epilogue -----------------------------------------------------------------------------------------
+
+    def _residual(self) -> int | None:
+        """The operand, as large as the result, that the producer brings into the staging buffer ahead of time."""
+        manual = self.c["schedule"] in ("coop", "pingpong")
+        if not manual or len(self.p.outputs) != 1 or not (self.staged[0] and self.bulk[0]):
+            return None
+        for k, o in enumerate(self.p.operands):
+            if o.kind == "full" and o.dtype == self.p.outputs[0].dtype and o.stride[0] % 8 == 0:
+                return k
+        return None
+
+    def _kept(self, o: Operand) -> bool:
+        """Row and column vectors are read once per tile, ahead of the MMA."""
+        return not self.d.cpu and o.kind in ("row", "column") and o.dtype in FLOATS
+
+    def _element(self, k: int, m: str, n: str, suffix: str) -> str:
+        """Text of operand `k` at result element (m, n), in a loop over (i, j) of the tile."""
+        o = self.p.operands[k]
+        if self._kept(o):
+            return f"e{k}_f{suffix}[{'j' if o.kind == 'row' else 'i'}]"
+        if k == self.residual:
+            return self.d.load(f"y_s{suffix}[i, j]", o.dtype)
+        at = {
+            "full": f"{m}, {n}", "row": n, "column": m, "scalar": "0",
+            "cycle": f"({m}) % {o.period}, {n}", "block": f"({m}) // {o.period}, {n}",
+            "cycle_column": f"({m}) % {o.period}", "block_column": f"({m}) // {o.period}",
+        }[o.kind]  # fmt: skip
+        return self.d.load(f"e{k}[{at}]", o.dtype)
+
+    def _compute(self, output: int, accs: list, m: str, n: str, suffix: str = "") -> tuple:
+        """(statements, value text) of one output element."""
+        p = self.p
+        values = {o.value: self._element(k, m, n, suffix) for k, o in enumerate(p.operands)}
+        lines = []
+        for anchor, bias, acc in zip(p.anchors, p.bias, accs, strict=True):
+            values[anchor] = acc
+            text = acc if p.alpha == 1.0 else f"{acc} * {self.d.f32(p.alpha)}"
+            if bias is not None and p.beta != 0.0:
+                text += f" + {values[bias]}" if p.beta == 1.0 else f" + {values[bias]} * {self.d.f32(p.beta)}"
+            if text != acc:
+                values[anchor] = f"v{anchor}"
+                lines.append(f"v{anchor} = let({text})")
+        wanted = p.graph.outputs[output]
+        body, found = emit(p.graph, values, self.d, _needed(p, wanted))
+        return lines + body, found[wanted]
+
+    def _epilogue(self, suffix: str = "", threads: int = 0) -> list:
+        """From accumulators to results. `threads` > 0: hand-written, the store stays in flight until the next tile."""
+        p, last = self.p, len(self.p.outputs) - 1
+        accs = [f"a{g}{suffix}[i, j]" for g in range(self.gemms)]
+        lines = []
+        if self.residual is not None:
+            lines.append(f"T.mbarrier_wait_parity(arrived[{suffix or 0}], {'s' if suffix else 't'} & 1)")
+        for k, o in enumerate(p.outputs):
+            body, value = self._compute(k, accs, "row + i", "col + j", suffix)
+            into = f"a0{suffix}" if k == last else f"o{k}_f{suffix}"
+            value = value if k == last else self.d.store(value, o.dtype)
+            if body or value != accs[0]:
+                lines += [f"for i, j in T.Parallel(BM, BN):", *(f"    {b}" for b in body), f"    {into}[i, j] = {value}"]
+            tile = f"y{k}[row, col]"
+            if not self.staged[k]:
+                lines.append(f"T.copy({into}, {tile})")
+                continue
+            free = threads and self.bulk[k] and self.residual is None
+            if free:
+                lines += [f"if T.shuffle_elect({threads}):", "    T.tma_store_wait(0)"]
+            lines.append(f"T.copy({into}, y_s{suffix})")
+            if not self.bulk[k] or not threads:
+                lines.append(f"T.copy(y_s{suffix}, {tile})")
+                continue
+            lines += ["T.fence_proxy_async()", f"T.tma_copy(y_s{suffix}, y{k}[row : row + BM, col : col + BN])"]
+            if self.residual is not None:
+                lines += [f"if T.shuffle_elect({threads}):", "    T.tma_store_wait(0)", f"    T.mbarrier_arrive(taken[{suffix or 0}])"]
+        return lines
+
+    def _preload(self, suffix: str = "") -> list:
+        text = {"row": "col : col + BN", "column": "row : row + BM"}
+        return [f"T.copy(e{k}[{text[o.kind]}], e{k}_f{suffix})" for k, o in enumerate(self.p.operands) if self._kept(o)]
+
+    def _fragments(self, suffix: str = "") -> list:
+        """Allocations of one group of math threads: accumulators, vectors, and the staging buffer of the result."""
+        lines = [f'a{g}{suffix} = T.alloc_fragment((BM, BN), "float32")' for g in range(self.gemms)]
+        for k, o in enumerate(self.p.operands):
+            if self._kept(o):
+                lines.append(f'e{k}_f{suffix} = T.alloc_fragment(({"BN" if o.kind == "row" else "BM"},), "float32")')
+        for k, o in enumerate(self.p.outputs[:-1]):
+            lines.append(f'o{k}_f{suffix} = T.alloc_fragment((BM, BN), "{o.dtype}")')
+        if any(self.staged):
+            dtype = self.p.outputs[self.staged.index(True)].dtype
+            lines.append(f'y_s{suffix} = T.alloc_shared((BM, BN), "{dtype}")')
+        return lines
+
+    # ---- the main loop ----------------------------------------------------------------------------------------
+
+    def _weights(self, stages: str = "") -> list:
+        shape = "BN, BK" if self.p.transposed else "BK, BN"
+        return [f"w{g}_s = T.alloc_shared(({stages}{shape}), DTYPE)" for g in range(self.gemms)]
+
+    def _load(self) -> list:
+        at = "col, k * BK" if self.p.transposed else "k * BK, col"
+        return [f"T.copy(w{g}[{at}], w{g}_s)" for g in range(self.gemms)]
+
+    def _mma(self) -> list:
+        return [
+            f"T.gemm(x_s, w{g}_s, a{g}, transpose_B={self.p.transposed}, policy=T.GemmWarpPolicy.{self.c['policy']})"
+            for g in range(self.gemms)
+        ]
+
+    def _load_async(self) -> list:
+        rows, steps = "col : col + BN", "k * BK : (k + 1) * BK"
+        at = f"{rows}, {steps}" if self.p.transposed else f"{steps}, {rows}"
+        last = self.gemms - 1
+        return [
+            f"T.tma_copy(w{g}[{at}], w{g}_s[it % STAGES, :, :], barrier=full[it % STAGES]"
+            + (', annotations={"emit_arrive": 1})' if g == last else ")")
+            for g in range(self.gemms)
+        ]
+
+    def _mma_async(self, suffix: str = "") -> list:
+        policy = "" if suffix else f"policy=T.GemmWarpPolicy.{self.c['policy']}, "
+        return [
+            f"T.wgmma_gemm(x_s[it % STAGES, :, :], w{g}_s[it % STAGES, :, :], a{g}{suffix}, "
+            f"transpose_B={self.p.transposed}, {policy}clear_accum=(k == 0))"
+            for g in range(self.gemms)
+        ]
+
+    def _fence(self, suffix: str, warpgroups: int) -> list:
+        registers = self.c["BM"] * self.c["BN"] // (128 * warpgroups)
+        return [f"T.warpgroup_fence_operand(a{g}{suffix}, num_regs={registers})" for g in range(self.gemms)]
+
+    def _prefetch(self, suffixes: list) -> list:
+        """The producer's load of the residual tile, into the staging buffer that the store before last has left."""
+        if self.residual is None:
+            return []
+        copy = (
+            f"T.tma_copy(e{self.residual}[row : row + BM, col : col + BN], y_s{{}}, barrier=arrived[{{}}], "
+            'annotations={"emit_arrive": 1})'
+        )
+        if suffixes == [""]:
+            return ["T.mbarrier_wait_parity(taken[0], (t & 1) ^ 1)", copy.format("", 0)]
+        wait = "T.mbarrier_wait_parity(taken[t % 2], ((t // 2) & 1) ^ 1)"
+        return [wait, "if t % 2 == 0:", "    " + copy.format(0, 0), "else:", "    " + copy.format(1, 1)]
+
+    # ---- schedules --------------------------------------------------------------------------------------------
+
+    def source(self, name: str) -> str:
+        """The whole module text; its kernel is called `name`."""
+        body = getattr(self, f"_{self.c['schedule']}")()
+        return f"{self.d.header()}\n{self._constants()}\n" + body.replace("@@signature", self._signature(name)) + "\n"
+
+    def _constants(self) -> str:
+        p, c = self.p, self.c
+        lines = [f"M, N, K = {p.M}, {p.N}, {p.K}", f"BM, BN, BK = {c['BM']}, {c['BN']}, {c['BK']}"]
+        if not self.d.cpu:
+            rows, columns = -(-p.M // c["BM"]), -(-p.N // c["BN"])
+            group = max(g for g in range(1, c.get("group", 8) + 1) if rows % g == 0)
+            lines += [
+                f'DTYPE, STAGES, THREADS, GEMMS = "{p.x.dtype}", {c["stages"]}, {c["threads"]}, {self.gemms}',
+                f"ROWS, COLUMNS, STEPS, GROUP = {rows}, {columns}, {-(-p.K // c['BK'])}, {group}",
+                f"GRID = {min(rows * columns, c.get('grid', rows * columns))}",
+            ]
+        return "\n".join(lines) + "\n"
+
+    def _loop(self) -> str:
+        once = self.p.K <= self.c["BK"]  # a pipelined loop of one trip hangs under warp specialisation
+        return "T.serial(1)" if once else "T.Pipelined(T.ceildiv(K, BK), num_stages=STAGES)"
+
+    def _hints(self) -> list:
+        ctas = self.c.get("ctas", 1)
+        if ctas == 1:
+            return []
+        lines = [f"T.annotate_min_blocks_per_sm({ctas})"]
+        if self.c["schedule"] == "auto":  # the default 24/240 needs more registers than half an SM has, and hangs
+            lines += ["T.annotate_producer_reg_dealloc(24)", "T.annotate_consumer_reg_alloc(232)"]
+        return lines
+
+    def _auto(self) -> str:
+        swizzle = [f"T.use_swizzle({self.c['swizzle']})"] if self.c.get("swizzle") else []
+        return schedules.fill(
+            schedules.AUTO,
+            allocate=self._weights() + self._fragments(), hints=swizzle + self._hints(), loop=self._loop(),
+            clear=[f"T.clear(a{g})" for g in range(self.gemms)], load=self._load(), mma=self._mma(),
+            preload=self._preload(), epilogue=self._epilogue(),
+        )  # fmt: skip
+
+    def _roles(self) -> str:
+        return schedules.RASTER + schedules.fill(
+            schedules.ROLES,
+            allocate=self._weights() + self._fragments(), hints=self._hints(),
+            clear=[f"T.clear(a{g})" for g in range(self.gemms)], load=self._load(), mma=self._mma(),
+            preload=self._preload(), epilogue=self._epilogue(),
+        )  # fmt: skip
+
+    def _manual(self, suffixes: list, barriers: list, releases: int, consumers: str) -> str:
+        fragments = [line for s in suffixes for line in self._fragments(s)]
+        if any(self.staged):
+            swizzle = ", ".join(f"y_s{s}: make_swizzled_layout(y_s{s})" for s in suffixes)
+            fragments.append(f"T.annotate_layout({{{swizzle}}})")
+        if self.residual is not None:
+            barriers = [*barriers, *(f"{name} = T.alloc_barrier([1] * {len(suffixes)})" for name in ("arrived", "taken"))]
+        head = f"from tilelang.layout import make_swizzled_layout\n\nRELEASES = {releases}  # one per consumer warp\n"
+        return head + schedules.RASTER + schedules.fill(
+            schedules.MANUAL,
+            allocate=self._weights("STAGES, ") + fragments, barriers=barriers, load=self._load_async(),
+            prefetch=self._prefetch(suffixes), consumers=consumers,
+        )  # fmt: skip
+
+    def _drain(self, threads: int) -> list:
+        """A block must not end while the copy engine still reads its shared memory."""
+        if any(s and b for s, b in zip(self.staged, self.bulk, strict=True)) and self.residual is None:
+            return [f"if T.shuffle_elect({threads}):", "    T.tma_store_wait(0)"]
+        return []
+
+    def _coop(self) -> str:
+        consumers = schedules.fill(
+            schedules.COOPERATIVE,
+            preload=self._preload(), mma=self._mma_async(), fence=self._fence("", 2), epilogue=self._epilogue("", 256),
+            drain=self._drain(256),
+        )  # fmt: skip
+        return self._manual([""], [], 8, consumers)
+
+    def _pingpong(self) -> str:
+        consumers = "\n".join(
+            schedules.fill(
+                schedules.TAKING_TURNS,
+                branch="elif tx < 256:  # even tiles" if w == 0 else "else:  # odd tiles",
+                count="(tiles + 1) // 2" if w == 0 else "tiles // 2",
+                parity="(s & 1) ^ 1" if w == 0 else "s & 1",
+                w=str(w), other=str(1 - w), preload=self._preload(str(w)), mma=self._mma_async(str(w)),
+                fence=self._fence(str(w), 1), epilogue=self._epilogue(str(w), 128), drain=self._drain(128),
+            )
+            for w in range(2)
+        )  # fmt: skip
+        return self._manual(["0", "1"], ["turn = T.alloc_barrier([4] * 2)"], 4, consumers)
+
+    def pass_configs(self) -> dict:
+        extra = {"roles": ROLE_BASED, "pingpong": NO_REUSE}.get(self.c["schedule"], {})
+        return {**self.d.pass_configs, **extra}
+
+    # ---- the CPU ----------------------------------------------------------------------------------------------
+
+    def _plain(self) -> str:
+        p, dtype = self.p, self.p.x.dtype
+        width = "T.min(BN, N - bn * BN)"
+        row = []
+        for g in range(self.gemms):
+            at = "bn * BN + j, k" if p.transposed else "k, bn * BN + j"
+            row += [
+                f"for j in T.serial({width}):", f"    a{g}[j] = T.float32(0)",
+                "for k in T.serial(K):", f"    for j in T.serial({width}):",
+                f"        a{g}[j] = a{g}[j] + {self.d.load('x[bm * BM + i, k]', dtype)} * {self.d.load(f'w{g}[{at}]', dtype)}",
+            ]  # fmt: skip
+        row.append(f"for j in T.serial({width}):")
+        for k, o in enumerate(p.outputs):
+            body, value = self._compute(k, [f"a{g}[j]" for g in range(self.gemms)], "bm * BM + i", "bn * BN + j")
+            row += [*(f"    {b}" for b in body), f"    y{k}[bm * BM + i, bn * BN + j] = {self.d.store(value, o.dtype)}"]
+        allocate = [f'a{g} = T.alloc_local((BN,), "float32")' for g in range(self.gemms)]
+        return schedules.fill(schedules.PLAIN, allocate=allocate, row=row)
+
+
+def _dense(shape: tuple) -> tuple:
+    return (shape[1], 1) if len(shape) == 2 else (1,)
+
+
+def _needed(p: Problem, value: int) -> tuple:
+    """The epilogue ops that `value` is computed from, in order."""
+    wanted, todo = set(), [value]
+    while todo:
+        v = todo.pop()
+        if v in p.epilogue and v not in wanted:
+            wanted.add(v)
+            op = p.graph.op_of(v)
+            todo += op.inputs
+    return tuple(v for v in p.epilogue if v in wanted)
