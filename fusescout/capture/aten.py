@@ -1,0 +1,185 @@
+"""Retrace one Dynamo graph to ATen, before autograd and decomposition, on fake tensors.
+
+`linear`, `layer_norm`, `gelu`, `scaled_dot_product_attention` stay whole, gradients flow through the result, and
+every node keeps its module and source line. Nothing is computed: no buffer moves, no random number is drawn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import fx
+from torch._guards import TracingContext
+from torch._guards import tracing
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.amp.autocast_mode import _enter_autocast
+from torch.amp.autocast_mode import _exit_autocast
+from torch.amp.autocast_mode import _UnmanagedAutocast
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+from fusescout.capture.autocast import ExplicitAutocast
+from fusescout.capture.autocast import state
+from fusescout.capture.autocast import uses_autocast
+from fusescout.errors import NotCapturable
+
+ACTS_ON_AUTOGRAD = frozenset({"register_hook", "retain_grad", "requires_grad_", "backward"})
+"""Tensor methods that change no value: a retraced graph would silently lack them."""
+
+
+def to_aten(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """The graph in ATen operators, runnable on real inputs in the same order, with gradients.
+
+    Call it under the grad mode and autocast state in which the graph will run (a Dynamo back end already is).
+    Autocast becomes explicit casts; `no_grad` regions, in-place operators, views, dropout, batch-norm statistics and
+    activation checkpointing stay in the graph.
+
+    Args:
+        gm: what Dynamo gave its back end.
+        example_inputs: its inputs, real or fake; only shapes, strides, dtypes and grad needs are used.
+
+    Returns:
+        A module with `meta["val"]` on every node: a fake tensor with the true `requires_grad`, a tuple of them, or
+        None. Its placeholders keep Dynamo's names and `meta["tensor_dict"]`.
+
+    Raises:
+        NotCapturable: retracing would change what is computed; the reason says how.
+    """
+    _refuse_unsupported(gm, example_inputs)
+    try:
+        result = _retrace(_Plain(gm), example_inputs)
+        if uses_autocast(result):
+            result = _retrace(ExplicitAutocast(result), example_inputs)
+        _annotate(result, example_inputs)
+    except NotCapturable:
+        raise
+    except Exception as error:  # isolation boundary: torch's tracers may fail in any way on a user's graph
+        cause = str(error).strip().partition("\n")[0]
+        raise NotCapturable(f"retracing to ATen failed with {type(error).__name__}: {cause}") from error
+    _refuse_lost(gm, result)
+    for new, old in zip(_placeholders(result), _placeholders(gm), strict=True):
+        new.meta |= {k: v for k, v in old.meta.items() if k in ("tensor_dict", "nn_module_stack")}
+        new._rename(old.name)
+        new.target = new.name
+    result.recompile()
+    return result
+
+
+class _Plain(fx.Interpreter):
+    """Runs Dynamo's graph under the tracer; autocast is entered for real, so that the traced dtypes are true."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is _enter_autocast:
+            scope = _UnmanagedAutocast(*args, **kwargs)
+            scope.__enter__()
+            return scope
+        if target is _exit_autocast:
+            return args[0].__exit__(None, None, None)
+        return super().call_function(target, args, kwargs)
+
+
+def _retrace(runner: fx.Interpreter, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    with _faking(example_inputs) as (mode, inputs), mode, traceback.preserve_node_meta():
+        tracer = make_fx(lambda *args: runner.run(*args), pre_dispatch=True, _error_on_data_dependent_ops=False)
+        return tracer(*inputs)
+
+
+def _annotate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Set `meta["val"]` with the true `requires_grad`, which the tracer's own snapshot drops."""
+
+    class Annotator(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            out = super().run_node(n)
+            n.meta["val"] = tree_map_only(Tensor, _snapshot, out) if _is_value(out) else None
+            return out
+
+    with _faking(example_inputs) as (mode, inputs), mode:
+        Annotator(gm).run(*inputs)
+
+
+def _snapshot(tensor: Tensor) -> Tensor:
+    copy = tensor.detach()
+    return copy.requires_grad_() if tensor.requires_grad else copy
+
+
+def _is_value(out: Any) -> bool:
+    return isinstance(out, (Tensor, tuple, list, int, float, bool))
+
+
+@contextmanager
+def _faking(example_inputs: Sequence[Any]) -> Iterator[tuple[FakeTensorMode, list[Any]]]:
+    """A fresh fake world with the inputs in it; grad mode and autocast are put back after."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    grad = torch.is_grad_enabled()
+    around = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+    with state(around), unset_fake_temporarily(), tracing(TracingContext(mode)), torch.set_grad_enabled(grad):
+        yield mode, [_fake(mode, value) for value in example_inputs]
+
+
+def _fake(mode: FakeTensorMode, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not isinstance(value, FakeTensor):
+        return mode.from_tensor(value, static_shapes=True)
+    with mode:  # a fake of another world: only its description can be taken over
+        size, stride = [int(n) for n in value.shape], [int(n) for n in value.stride()]
+        twin = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+        twin.requires_grad_(value.requires_grad)
+        return twin if value.is_leaf else twin.clone()
+
+
+def _refuse_unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    for node, value in zip(_placeholders(gm), example_inputs, strict=True):
+        seen = node.meta.get("example_value")
+        sizes = (*seen.shape, *seen.stride()) if isinstance(seen, Tensor) else (seen,)
+        if any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in (*sizes, value)):
+            raise NotCapturable(f"input {node.name} has a dynamic size; captured graphs have fixed shapes")
+        if isinstance(value, Tensor) and is_traceable_wrapper_subclass(value):
+            raise NotCapturable(f"input {node.name} is a {type(value).__name__}, not a plain tensor")
+        if isinstance(value, Tensor) and value.layout != torch.strided:
+            raise NotCapturable(f"input {node.name} has layout {value.layout}")
+        if not isinstance(value, (Tensor, int, float, bool, type(None))):
+            raise NotCapturable(f"input {node.name} is a {type(value).__name__}, not a tensor or number")
+    for node in _all_nodes(gm):
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if node.op == "call_method" and name in ACTS_ON_AUTOGRAD:
+            raise NotCapturable(f"Tensor.{name} inside the model acts on autograd")
+        if node.op == "call_function" and (
+            "hook" in name or getattr(node.target, "__module__", "") == "torch.autograd"
+        ):
+            raise NotCapturable(f"{name} inside the model acts on autograd")
+
+
+def _refuse_lost(before: fx.GraphModule, after: fx.GraphModule) -> None:
+    """A higher-order operator that was traced through has lost its meaning (such as a custom backward)."""
+    if not torch.is_grad_enabled():
+        return
+    lost = _higher_order(before) - _higher_order(after)
+    if lost:
+        raise NotCapturable(f"{', '.join(sorted(lost))} would be traced through, which changes gradients")
+
+
+def _higher_order(gm: fx.GraphModule) -> Counter[str]:
+    return Counter(n.target.name() for n in _all_nodes(gm) if isinstance(n.target, HigherOrderOperator))
+
+
+def _all_nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
+
+
+def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in gm.graph.nodes if n.op == "placeholder"]
