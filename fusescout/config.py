@@ -90,7 +90,8 @@ class Config(BaseModel):
 def load(
     arguments: Mapping[str, Any] | None = None,
     *,
-    spell: Callable[[str], str] = "argument {}".format,
+    kind: str = "argument",
+    spell: Callable[[str], str] = str,
     folder: Path | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
@@ -98,7 +99,8 @@ def load(
 
     Args:
         arguments: explicit settings; None values count as not given.
-        spell: how to name an argument to the user, from its setting's name.
+        kind: what the user knows `arguments` as.
+        spell: how the user spells the name of one.
         folder: where the search for pyproject.toml starts, upwards (default: the current folder).
         environ: the environment (default: the process's).
 
@@ -109,7 +111,7 @@ def load(
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    given = ((k, v, spell(k), spell) for k, v in (arguments or {}).items() if v is not None)
+    given = ((k, v, f"{kind} {spell(k)}", spell) for k, v in (arguments or {}).items() if v is not None)
     file = _from_file(folder or Path.cwd())
     environment = _from_environment(os.environ if environ is None else environ)
     for settings in (file, environment, given):
