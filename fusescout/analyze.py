@@ -1,0 +1,250 @@
+"""The main job, stage by stage: capture, profile, rank, race, decide, patch, measure, and the session that tells it.
+
+Every stage is a function of its own module over plain data; this one only carries their results along and keeps the
+time. It prints nothing: `on_event` hears of progress.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+from fusescout.candidates import Candidate
+from fusescout.candidates import Ranking
+from fusescout.candidates import rank
+from fusescout.capture import Capture
+from fusescout.capture import activations
+from fusescout.capture import capture
+from fusescout.config import Config
+from fusescout.contenders import all_contenders
+from fusescout.decide import Decision
+from fusescout.decide import decide
+from fusescout.decide import select
+from fusescout.device import Device
+from fusescout.endtoend import OnEvent
+from fusescout.endtoend import compare
+from fusescout.environment import describe
+from fusescout.graph import OpGraph
+from fusescout.inputs import save
+from fusescout.ir import Subgraph
+from fusescout.plan import Entry
+from fusescout.plan import Plan
+from fusescout.probe import measure_device
+from fusescout.profile import profile
+from fusescout.session import CandidateResult
+from fusescout.session import EndToEnd
+from fusescout.session import Environment
+from fusescout.session import Session
+from fusescout.tune import RaceResult
+from fusescout.tune import race
+from fusescout.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an analysis gives: the session for reports, the plan for patching."""
+
+    session: Session
+    plan: Plan
+
+
+@dataclass
+class _Clock:
+    """Seconds by stage, in order."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+def run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | None = None) -> Outcome:
+    """Analyse one workload.
+
+    Args:
+        workload: model and inputs; it is left as it was found.
+        config: all settings.
+        on_event: hears (stage, done, total, detail).
+        folder: where the trace and the kernels' repro scripts go; None keeps neither.
+    """
+    clock = _Clock()
+    kind = workload.device.split(":")[0]
+    on_event("device", 0, 0, "measuring its ceilings")
+    with clock.stage("device"):
+        device = measure_device(kind, (workload.dtype,))
+    on_event("capture", 0, 0, workload.name)
+    with clock.stage("capture"):
+        captured = capture(workload)
+    on_event("profile", 0, 0, f"{len(captured.graphs)} graphs")
+    with clock.stage("profile"):
+        trace = folder / "trace.json.gz" if folder else None
+        measured = profile(workload, captured, runs=config.runs, trace_path=trace)
+    graphs = [g.graph for g in captured.graphs]
+    ops = OpGraph.build(graphs, measured, device)
+    on_event("rank", 0, 0, f"{sum(len(g.nodes) for g in graphs)} nodes")
+    with clock.stage("rank"):
+        ranking = rank(graphs, measured.time_us, measured.busy_us, device, _refusal(device, config), config.top)
+    with clock.stage("race"):
+        races = _race_all(ranking, captured, device, config, on_event, folder)
+    decisions = {
+        c.id: decide(c, races[c.id].contenders, races[c.id].samples, config.threshold) for c in ranking.candidates
+    }
+    chosen = select(ranking.candidates, decisions)
+    environment = describe(device)
+    plan = _plan(workload, device, environment, config, chosen, races, decisions)
+    with clock.stage("end to end"):
+        verdict, plan = compare(workload, plan, config, on_event)
+    session = Session(
+        verdict=verdict.verdict,
+        environment=environment,
+        workload=workload.info(),
+        settings=_settings(config),
+        profile=measured.info(ops, len(graphs), captured.breaks),
+        candidates=[_result(c, races[c.id], decisions[c.id], chosen, verdict, folder) for c in ranking.candidates],
+        rejections=list(ranking.rejections),
+        end_to_end=verdict,
+        stages_s=clock.seconds,
+        cache_hits=sum(r.cached for r in races.values()),
+        cache_misses=sum(not r.cached for r in races.values()),
+        warnings=[*captured.warnings, *measured.warnings],
+    )
+    return Outcome(session, plan)
+
+
+def _refusal(device: Device, config: Config) -> Any:
+    contenders = [c for c in all_contenders(config.templates) if c.name not in ("eager", "inductor")]
+
+    def refusal(family: str, subgraph: Subgraph) -> str | None:
+        """Inductor alone makes no candidate: it is a way to run the whole model, and is measured as that."""
+        reasons = []
+        for contender in contenders:
+            found = contender.variants(subgraph, device, config.effort)
+            if not isinstance(found, str):
+                return None
+            reasons.append(f"{contender.name}: {found}")
+        return " ".join(reasons)
+
+    return refusal
+
+
+def _race_all(
+    ranking: Ranking, captured: Capture, device: Device, config: Config, on_event: OnEvent, folder: Path | None
+) -> dict[str, RaceResult]:
+    races: dict[str, RaceResult] = {}
+    with tempfile.TemporaryDirectory(prefix="fusescout-") as scratch:
+        for number, candidate in enumerate(ranking.candidates):
+            on_event("race", number, len(ranking.candidates), " ".join(candidate.subgraph.chain))
+            site = candidate.sites[0]
+            graph = next(g for g in captured.graphs if g.index == site.graph)
+            values = activations.record(graph, set(candidate.inputs))
+            inputs = Path(scratch) / f"{candidate.id}.pt"
+            save(inputs, [values[name] for name in candidate.inputs])
+            del values
+            races[candidate.id] = race(
+                candidate.subgraph,
+                inputs,
+                device,
+                config,
+                bound_us=candidate.bound_us / len(candidate.sites),
+                on_event=lambda done, total, detail, n=number: on_event(  # type: ignore[misc]
+                    "race", n, len(ranking.candidates), detail
+                ),
+                folder=folder / "kernels" / candidate.id if folder else None,
+            )
+            inputs.unlink()
+    return races
+
+
+def _plan(
+    workload: Workload,
+    device: Device,
+    environment: Environment,
+    config: Config,
+    chosen: tuple[tuple[Candidate, int], ...],
+    races: dict[str, RaceResult],
+    decisions: dict[str, Decision],
+) -> Plan:
+    entries = []
+    for candidate, sites in chosen:
+        decision = decisions[candidate.id]
+        won = next(r for r in races[candidate.id].contenders if r.name == decision.winner)
+        entries.append(
+            Entry(
+                id=candidate.id,
+                family=candidate.family,
+                chain=list(candidate.subgraph.chain),
+                subgraph=candidate.subgraph.to_json(),
+                contender=decision.winner,
+                variant=won.variant,
+                sites=sites,
+                speedup=decision.speedup,
+            )
+        )
+    return Plan(
+        target=workload.name,
+        mode=workload.mode,
+        device_kind=device.kind,
+        device_name=device.name,
+        torch=environment.torch,
+        tilelang=environment.tilelang,
+        entries=entries,
+        templates=[str(Path(t).resolve()) for t in config.templates],
+    )
+
+
+def _result(
+    candidate: Candidate,
+    raced: RaceResult,
+    decision: Decision,
+    chosen: tuple[tuple[Candidate, int], ...],
+    verdict: EndToEnd,
+    folder: Path | None,
+) -> CandidateResult:
+    kept_sites = next((n for c, n in chosen if c.id == candidate.id), 0)
+    status, reason = "kept", decision.reason
+    if decision.accepted and not kept_sites:
+        reason += " Another accepted chain saves more on the same operators."
+    elif decision.accepted and candidate.id in verdict.dropped:
+        status, reason = "dropped", reason + " In the whole model it gave a wrong result, so it was taken out."
+    elif decision.accepted and not verdict.sites_patched:
+        status, reason = "dropped", reason + " The whole model gains nothing from it."
+    elif decision.accepted:
+        status = "accepted"
+    return CandidateResult(
+        id=candidate.id,
+        key=candidate.key,
+        family=candidate.family,
+        chain=list(candidate.subgraph.chain),
+        sites=list(candidate.sites),
+        inputs=[str(s) for s in candidate.subgraph.inputs],
+        outputs=[str(s) for s in candidate.subgraph.output_specs],
+        time_us=candidate.time_us,
+        share=candidate.share,
+        bound_us=candidate.bound_us,
+        gain_bound_us=candidate.gain_us,
+        launches_removed=candidate.launches_removed,
+        flops=candidate.flops,
+        bytes=candidate.bytes,
+        status=status,
+        reason=reason,
+        winner=decision.winner,
+        speedup=decision.speedup,
+        speedup_over_eager=decision.speedup_over_eager,
+        pays_back_calls=decision.pays_back_calls,
+        contenders=list(raced.contenders),
+    )
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude={"cache_dir", "output"})

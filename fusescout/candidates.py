@@ -1,0 +1,217 @@
+"""Prices the regions of the captured graphs and ranks them by what fusing them could give the whole model.
+
+A price is an upper bound: the time of the chain as the framework runs it, less the time no kernel could go below
+(FLOPs over the measured matmul rate, bytes that must cross memory over the measured bandwidth). Equal chains are one
+candidate with a count. What is no candidate keeps its reason.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusescout.device import Device
+from fusescout.flops import cost
+from fusescout.flops import op_class
+from fusescout.ir import Graph
+from fusescout.ir import Subgraph
+from fusescout.regions import GEMMS
+from fusescout.regions import Region
+from fusescout.regions import find_regions
+from fusescout.session import Rejection
+from fusescout.session import Site
+
+MIN_SHARE = 0.005
+"""A chain whose largest possible gain is below this share of the step isn't raced: it is less than the noise floor."""
+ONE_OP_SLACK = 1.5
+"""A single operator is a candidate only if it takes this many times its physical bound: else one kernel is right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Equal chains of one family, priced. Times are µs of all sites in one step."""
+
+    id: str
+    family: str
+    subgraph: Subgraph
+    sites: tuple[Site, ...]
+    inputs: tuple[str, ...]
+    """Node names of the first site's inputs, in sub-graph order."""
+    time_us: float
+    bound_us: float
+    gain_us: float
+    share: float
+    launches_removed: int
+    flops: float
+    bytes: float
+
+    @property
+    def key(self) -> str:
+        return self.subgraph.key
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    candidates: tuple[Candidate, ...]
+    rejections: tuple[Rejection, ...]
+
+
+def rank(
+    graphs: Sequence[Graph],
+    node_time_us: Callable[[int, str], float],
+    step_us: float,
+    device: Device,
+    refusal: Callable[[str, Subgraph], str | None],
+    top: int,
+) -> Ranking:
+    """Find, price and rank the chains of all graphs.
+
+    Args:
+        graphs: captured graphs.
+        node_time_us: time of one node in one step as the framework runs it, forward only, in µs.
+        step_us: busy time of one step in µs; shares are of this.
+        device: measured ceilings.
+        refusal: why no contender can beat the framework on a chain of a family, or None if at least one can try.
+        top: how many candidates to keep.
+    """
+    groups: dict[tuple[str, str], list[tuple[Region, Graph]]] = defaultdict(list)
+    cut: dict[tuple[str, str], tuple[Subgraph, tuple[str, ...]]] = {}
+    for graph in graphs:
+        for region in find_regions(graph):
+            subgraph, inputs = graph.subgraph(region.nodes)
+            name = (region.family, subgraph.key)
+            groups[name].append((region, graph))
+            cut.setdefault(name, (subgraph, inputs))
+
+    candidates: list[Candidate] = []
+    rejections: list[Rejection] = []
+    for (family, key), members in groups.items():
+        subgraph, inputs = cut[family, key]
+        members = _disjoint(members)
+        candidate = _price(family, subgraph, inputs, members, node_time_us, step_us, device)
+        code, reason = _verdict(candidate, step_us, refusal)
+        if code:
+            rejections.append(_reject(candidate, code, reason))
+        else:
+            candidates.append(candidate)
+    candidates.sort(key=lambda c: (-c.gain_us, c.key))
+    for late in candidates[top:]:
+        rejections.append(_reject(late, "below-threshold", f"{top} candidates could give more; raise --top to race it too."))
+    rejections += _uncovered(graphs, node_time_us, step_us)
+    rejections.sort(key=lambda r: -r.time_us)
+    return Ranking(tuple(candidates[:top]), tuple(rejections))
+
+
+def _disjoint(members: list[tuple[Region, Graph]]) -> list[tuple[Region, Graph]]:
+    used: set[tuple[int, str]] = set()
+    kept = []
+    for region, graph in members:
+        names = {(graph.index, n) for n in region.nodes}
+        if not names & used:
+            used |= names
+            kept.append((region, graph))
+    return kept
+
+
+def lower_bound(subgraph: Subgraph, device: Device) -> tuple[float, float, float]:
+    """(µs no kernel can go below, FLOPs, bytes that must cross memory) of one execution."""
+    flops = sum(cost(op, [subgraph.value(i) for i in op.inputs])[0] for op in subgraph.ops)
+    nbytes = float(sum(s.nbytes for s in (*subgraph.inputs, *subgraph.output_specs)))
+    heavy = [op for op in subgraph.ops if op.name in GEMMS]
+    compute_s = 0.0
+    if heavy:
+        dtype = next((s.dtype for s in subgraph.output_specs), "float32")
+        rate = device.flops_per_s.get(dtype) or max(device.flops_per_s.values(), default=0.0)
+        gemm_flops = sum(cost(op, [subgraph.value(i) for i in op.inputs])[0] for op in heavy)
+        compute_s = gemm_flops / rate if rate else 0.0
+    memory_s = nbytes / device.copy_bytes_per_s if device.copy_bytes_per_s else 0.0
+    return max(compute_s, memory_s) * 1e6, flops, nbytes
+
+
+def _price(
+    family: str,
+    subgraph: Subgraph,
+    inputs: tuple[str, ...],
+    members: list[tuple[Region, Graph]],
+    node_time_us: Callable[[int, str], float],
+    step_us: float,
+    device: Device,
+) -> Candidate:
+    time_us = sum(node_time_us(g.index, n) for r, g in members for n in r.nodes)
+    bound_us, flops, nbytes = lower_bound(subgraph, device)
+    busy_ops = sum(1 for op in subgraph.ops if op_class(op.target) != "view")
+    sites = tuple(
+        Site(
+            graph=g.index,
+            nodes=list(r.nodes),
+            module=next((m for m in (g.by_name[n].module for n in r.nodes) if m), ""),
+            source=next((s for s in (g.by_name[n].source for n in r.nodes) if s), ""),
+        )
+        for r, g in members
+    )
+    count = len(sites)
+    return Candidate(
+        id=f"{family}-{subgraph.key[:8]}",
+        family=family,
+        subgraph=subgraph,
+        sites=sites,
+        inputs=inputs,
+        time_us=time_us,
+        bound_us=bound_us * count,
+        gain_us=max(0.0, time_us - bound_us * count),
+        share=time_us / step_us if step_us else 0.0,
+        launches_removed=max(0, busy_ops - 1) * count,
+        flops=flops * count,
+        bytes=nbytes * count,
+    )
+
+
+def _verdict(candidate: Candidate, step_us: float, refusal: Callable[[str, Subgraph], str | None]) -> tuple[str, str]:
+    """A rejection code and sentence, or two empty strings."""
+    if candidate.launches_removed == 0 and candidate.time_us < ONE_OP_SLACK * candidate.bound_us:
+        return "one-op", (
+            f"It is one kernel already and takes {candidate.time_us / max(candidate.bound_us, 1e-9):.2f} times its physical bound."
+        )
+    if candidate.gain_us < MIN_SHARE * step_us:
+        share = candidate.gain_us / step_us if step_us else 0.0
+        return "below-threshold", f"At its physical bound it would give {share:.2%} of the step; {MIN_SHARE:.1%} is needed to be worth a race."
+    reason = refusal(candidate.family, candidate.subgraph)
+    return ("unsupported", reason) if reason else ("", "")
+
+
+def _reject(candidate: Candidate, code: str, reason: str) -> Rejection:
+    return Rejection(
+        chain=list(candidate.subgraph.chain),
+        where=candidate.sites[0].module,
+        count=len(candidate.sites),
+        time_us=candidate.time_us,
+        code=code,
+        reason=reason,
+    )
+
+
+def _uncovered(graphs: Sequence[Graph], node_time_us: Callable[[int, str], float], step_us: float) -> list[Rejection]:
+    """Operators that cost at least 1 % of the step and lie in no region, grouped by operator and shape."""
+    rows: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
+    for graph in graphs:
+        covered = {n for r in find_regions(graph) for n in r.nodes}
+        for node in graph.nodes:
+            if node.is_op and node.name not in covered and op_class(node.target) != "view":
+                rows[node.target, str(node.out)].append((node.module, node_time_us(graph.index, node.name)))
+    found = []
+    for (target, _), members in rows.items():
+        time_us = sum(t for _, t in members)
+        if time_us < 0.01 * step_us:
+            continue
+        kind = op_class(target)
+        code, reason = {
+            "gemm": ("gemm-bound", "Its time is the matrix product itself, and nothing pointwise follows that could ride along."),
+            "attention": ("one-op", "Attention is one fused kernel already."),
+            "conv": ("unsupported", "Convolutions stay with the framework's library; no template covers this one."),
+        }.get(kind, ("unsupported", f"No template family covers {target} here."))
+        found.append(
+            Rejection(chain=[target.split(".")[1] if "." in target else target], where=members[0][0], count=len(members), time_us=time_us, code=code, reason=reason)
+        )
+    return found

@@ -1,0 +1,51 @@
+"""Runs what a plan does not replace: as it is, through Inductor, or through Inductor with CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from fusescout.plan import Composition
+
+
+def compose(
+    captured: fx.GraphModule, rewritten: fx.GraphModule, inputs: Sequence[Any], composition: Composition
+) -> Callable[..., Any]:
+    """A callable for the rewritten graph.
+
+    Args:
+        captured: the graph as Dynamo gave it; knows which inputs are parameters.
+        rewritten: the ATen graph with the fused operators in it.
+        inputs: example inputs, as Dynamo gave them.
+        composition: how to run it.
+    """
+    if composition == "eager":
+        return rewritten
+    from torch._inductor.compile_fx import compile_fx
+
+    _keep_origin(captured, rewritten)
+    options = {"triton.cudagraphs": True} if composition == "cudagraph" else {}
+    compiled: Callable[..., Any] = compile_fx(rewritten, list(inputs), config_patches=options)
+    return compiled
+
+
+def _keep_origin(captured: fx.GraphModule, rewritten: fx.GraphModule) -> None:
+    """Carry over what tells AOTAutograd which inputs are parameters: without it a CUDA graph copies all weights."""
+    sources = getattr(captured, "_param_name_to_source", None)
+    if "dynamo_compile_id" not in captured.meta or sources is None or _has_constants(rewritten):
+        return
+    rewritten.meta.update(captured.meta)
+    rewritten._param_name_to_source = sources  # type: ignore[assignment]
+    before = captured.graph.find_nodes(op="placeholder")
+    after = rewritten.graph.find_nodes(op="placeholder")
+    for old, new in zip(before, after, strict=True):
+        new._dynamo_source = getattr(old, "_dynamo_source", None)
+        if "tensor_dict" in old.meta:
+            new.meta["tensor_dict"] = old.meta["tensor_dict"]
+
+
+def _has_constants(module: fx.GraphModule) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None

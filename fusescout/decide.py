@@ -1,0 +1,119 @@
+"""The acceptance rule: which contender a chain gets, and which chains a plan takes.
+
+A contender is accepted when the lower end of its interval beats the best *cheaper* contender by the threshold, where
+cheaper means less to maintain: eager, then the framework's fused built-ins, then Inductor, then a TileLang kernel,
+then CUDA C++. Framework code that is as fast wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusescout.candidates import Candidate
+from fusescout.session import ContenderResult
+from fusescout.session import Interval
+from fusescout.stats import ratio
+
+UPKEEP_ORDER = ("eager", "framework", "inductor", "tilelang", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a race came to. `saved_us` is what the winner saves over eager at all sites in one step."""
+
+    winner: str
+    accepted: bool
+    reason: str
+    speedup: Interval | None
+    speedup_over_eager: Interval | None
+    saved_us: float
+    pays_back_calls: float | None
+
+
+def decide(
+    candidate: Candidate,
+    results: Sequence[ContenderResult],
+    samples: Mapping[str, Sequence[float]],
+    threshold: float,
+) -> Decision:
+    """Pick the winner of one race.
+
+    Args:
+        candidate: the chain.
+        results: one result for each contender.
+        samples: per contender the interleaved rounds, in µs; round k of all contenders belongs together.
+        threshold: speed-up that the interval's lower end must reach over every cheaper contender.
+    """
+    fit = [r.name for r in results if r.status == "ok" and samples.get(r.name)]
+    if "eager" not in fit:
+        return Decision("eager", False, "The eager baseline could not be measured, so nothing can be accepted.", None, None, 0.0, None)
+    order = [name for name in UPKEEP_ORDER if name in fit]
+    medians = {name: _median(samples[name]) for name in order}
+    for name in reversed(order[1:]):
+        cheaper = order[: order.index(name)]
+        best = min(cheaper, key=lambda c: medians[c])
+        speedup = ratio(samples[best], samples[name])
+        if speedup.low < threshold:
+            continue
+        over_eager = ratio(samples["eager"], samples[name])
+        saved_each = medians["eager"] - medians[name]
+        result = next(r for r in results if r.name == name)
+        payback = result.compile_s * 1e6 / (saved_each * len(candidate.sites)) if saved_each > 0 else None
+        return Decision(
+            winner=name,
+            accepted=True,
+            reason=f"{name} is {speedup.mid:.2f} times as fast as {best}, the best other way (at least {speedup.low:.2f}).",
+            speedup=speedup,
+            speedup_over_eager=over_eager,
+            saved_us=saved_each * len(candidate.sites),
+            pays_back_calls=payback,
+        )
+    return _keep(results, samples, order, medians, threshold)
+
+
+def _keep(
+    results: Sequence[ContenderResult],
+    samples: Mapping[str, Sequence[float]],
+    order: Sequence[str],
+    medians: Mapping[str, float],
+    threshold: float,
+) -> Decision:
+    rivals = order[1:]
+    if not rivals:
+        failed = "; ".join(f"{r.name}: {r.reason or r.status}" for r in results if r.name != "eager")
+        return Decision("eager", False, f"No other contender ran ({failed}).", None, None, 0.0, None)
+    best = min(rivals, key=lambda c: medians[c])
+    speedup = ratio(samples["eager"], samples[best])
+    if speedup.mid <= 1.0:
+        reason = f"Eager is the fastest: {best}, the best other way, takes {1 / speedup.mid:.2f} times as long."
+    else:
+        others = min((c for c in order if c != best), key=lambda c: medians[c])
+        lead = ratio(samples[others], samples[best])
+        reason = f"{best} leads {others} by {lead.mid:.2f} (at least {lead.low:.2f}); {threshold:.2f} is needed to be worth owning."
+    return Decision("eager", False, reason, None, speedup, 0.0, None)
+
+
+def select(candidates: Sequence[Candidate], decisions: Mapping[str, Decision]) -> tuple[tuple[Candidate, int], ...]:
+    """Accepted candidates in priority order with the number of sites each keeps; no node is claimed twice."""
+    accepted = [c for c in candidates if decisions[c.id].accepted]
+    accepted.sort(key=lambda c: (-decisions[c.id].saved_us, c.key))
+    used: set[tuple[int, str]] = set()
+    chosen = []
+    for candidate in accepted:
+        free = 0
+        for site in candidate.sites:
+            names = {(site.graph, n) for n in site.nodes}
+            if not names & used:
+                used |= names
+                free += 1
+        if free:
+            chosen.append((candidate, free))
+    return tuple(chosen)
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

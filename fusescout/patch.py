@@ -1,0 +1,160 @@
+"""Applies a plan to a live model, and takes it back.
+
+It works on the instance, as `nn.Module.compile` does: Dynamo captures each graph with its guards (shapes, dtypes,
+strides, train/eval, grad mode), the planned chains are replaced, the rest runs as the plan's composition says. The
+class, the parameters, `state_dict` keys, hooks and `deepcopy` stay as they were. A call that no guard fits is captured
+anew; chains of it that the plan doesn't know run as the framework runs them and are counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from torch import nn
+
+from fusescout.capture.aten import to_aten
+from fusescout.capture.encode import encode_graph
+from fusescout.compose import compose
+from fusescout.contenders import contender_named
+from fusescout.device import Device
+from fusescout.errors import ContenderFailed
+from fusescout.errors import NotCapturable
+from fusescout.errors import PlanMismatch
+from fusescout.ir import Subgraph
+from fusescout.operators import define
+from fusescout.plan import Composition
+from fusescout.plan import Entry
+from fusescout.plan import Plan
+from fusescout.probe import describe_device
+from fusescout.rewrite import rewrite
+
+
+class Counters:
+    """What the patch did so far, over all captures of this model."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+        """Graphs captured: one for each new shape, dtype, mode or graph piece."""
+        self.replaced: dict[str, int] = {}
+        """Sites replaced, by entry id."""
+        self.fallbacks: dict[str, str] = {}
+        """Why an entry or a graph was left to the framework."""
+
+    @property
+    def sites(self) -> int:
+        return sum(self.replaced.values())
+
+
+class Backend:
+    """A Dynamo back end that carries out a plan."""
+
+    def __init__(self, plan: Plan, device: Device | None = None) -> None:
+        self.plan = plan
+        self.device = device or describe_device(plan.device_kind)
+        self.counters = Counters()
+        self._operators: dict[str, Any] = {}
+        self._lock = threading.RLock()
+
+    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        with self._lock:
+            self.counters.captures += 1
+            number = self.counters.captures - 1
+            try:
+                aten = to_aten(module, inputs)
+                graph = encode_graph(aten, number)
+            except NotCapturable as error:
+                self.counters.fallbacks[f"graph {number}"] = str(error)
+                return compose(module, module, inputs, self.plan.composition)
+            entries = [e for e in self.plan.entries if self._ready(e)]
+            done = rewrite(aten, graph, entries, lambda e, _: self._operators[e.id])
+            for replacement in done:
+                self.counters.replaced[replacement.entry] = self.counters.replaced.get(replacement.entry, 0) + 1
+            if not done:
+                self.counters.fallbacks.setdefault(f"graph {number}", "no chain of it is in the plan")
+                return compose(module, module, inputs, self.plan.composition)
+            return compose(module, aten, inputs, self.plan.composition)
+
+    def _ready(self, entry: Entry) -> bool:
+        """Build the entry's kernel once; a failure is counted and the chain stays with the framework."""
+        if entry.id in self._operators:
+            return self._operators[entry.id] is not None
+        subgraph = Subgraph.from_json(entry.subgraph)
+        try:
+            built = contender_named(entry.contender, self.plan.templates).build(subgraph, entry.variant, self.device)
+        except ContenderFailed as error:
+            self.counters.fallbacks[entry.id] = str(error)
+            self._operators[entry.id] = None
+            return False
+        self._operators[entry.id] = define(operator_name(entry), subgraph, built.run, self.plan.device_kind)
+        return True
+
+
+def operator_name(entry: Entry) -> str:
+    variant = hashlib.sha256(json.dumps(entry.variant, sort_keys=True).encode()).hexdigest()
+    return f"{entry.family}_{entry.key[:12]}_{entry.contender}_{variant[:8]}"
+
+
+class Patched:
+    """A patched model's handle. `undo()` takes the patch back; as a context manager it does so at the end."""
+
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
+        self.model = model
+        self.plan = backend.plan
+        self.counters = backend.counters
+        self._before = getattr(model, "_compiled_call_impl", None)
+        model.compile(backend=backend, dynamic=False)
+        self._ours = model._compiled_call_impl
+
+    def undo(self) -> None:
+        """Give the model back the call it had. Calling it twice does nothing more."""
+        if getattr(self.model, "_compiled_call_impl", None) is self._ours:
+            self.model._compiled_call_impl = self._before  # type: ignore[assignment]
+
+    def __enter__(self) -> Patched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def patch(model: nn.Module, plan: Plan | str | Path, *, composition: Composition | None = None) -> Patched:
+    """Replace a model's planned chains by their fused kernels, on this instance only.
+
+    Args:
+        model: the live model, on the device the plan was made for.
+        plan: a `Plan`, or the path of a plan file or run folder.
+        composition: run the rest this way instead of the plan's.
+
+    Raises:
+        PlanUnreadable: the file is no plan.
+        PlanMismatch: it was measured on another device.
+    """
+    if not isinstance(plan, Plan):
+        plan = Plan.load(Path(plan))
+    if composition is not None:
+        plan = plan.composed(composition)
+    where = next((t.device.type for t in model.parameters()), None) or next((t.device.type for t in model.buffers()), None)
+    if where is not None and where != plan.device_kind:
+        raise PlanMismatch("device", plan.device_kind, where)
+    device = describe_device(plan.device_kind)
+    if device.name != plan.device_name:
+        raise PlanMismatch("device", plan.device_name, device.name)
+    return Patched(model, Backend(plan, device))
+
+
+@contextmanager
+def patched(model: nn.Module, plan: Plan | str | Path) -> Iterator[Patched]:
+    """`with fusescout.patched(model, plan): …` patches inside the block only."""
+    handle = patch(model, plan)
+    try:
+        yield handle
+    finally:
+        handle.undo()

@@ -1,0 +1,103 @@
+"""A plan: which chains to replace, with what, on which evidence. Made by an analysis, applied by `patch.py`.
+
+A plan holds no weights and no code: sub-graphs as plain data, a contender's name and its variant. Order is priority:
+where two entries claim the same node, the first one gets it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from typing import Literal
+
+from pydantic import BaseModel
+from pydantic import ConfigDict
+from pydantic import ValidationError
+
+from fusescout.errors import PlanUnreadable
+from fusescout.ir import Subgraph
+from fusescout.session import Interval
+from fusescout.session import write_atomic
+
+PLAN_VERSION = 1
+Composition = Literal["eager", "inductor", "cudagraph"]
+
+
+class Entry(BaseModel):
+    """One chain to replace everywhere it occurs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    family: str
+    chain: list[str]
+    subgraph: str
+    """`Subgraph.to_json()`; its key is what sites are found by."""
+    contender: str
+    variant: dict[str, Any]
+    sites: int
+    speedup: Interval | None = None
+    source_hash: str = ""
+    """sha256 of the generated kernel source the evidence was measured on."""
+
+    @property
+    def key(self) -> str:
+        return Subgraph.from_json(self.subgraph).key
+
+
+class Plan(BaseModel):
+    """What to patch, how, and on what it was measured."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    plan_version: int = PLAN_VERSION
+    target: str
+    mode: str
+    device_kind: str
+    device_name: str
+    torch: str
+    tilelang: str | None = None
+    composition: Composition = "eager"
+    """How the part that isn't replaced runs."""
+    entries: list[Entry] = []
+    templates: list[str] = []
+    """Extra template folders that the entries need."""
+
+    def save(self, path: Path) -> None:
+        write_atomic(path, self.model_dump_json(indent=1).encode())
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Read a plan file (or the `plan.json` of a run folder).
+
+        Raises:
+            PlanUnreadable: missing, not JSON, another version, or fields that don't fit.
+        """
+        file = path / "plan.json" if path.is_dir() else path
+        try:
+            raw = json.loads(file.read_bytes())
+        except OSError as error:
+            raise PlanUnreadable(str(file), error.strerror or str(error)) from error
+        except ValueError as error:
+            raise PlanUnreadable(str(file), f"it is not JSON ({error})") from error
+        version = raw.get("plan_version") if isinstance(raw, dict) else None
+        if version != PLAN_VERSION:
+            raise PlanUnreadable(str(file), f"its plan_version is {version!r}, this FuseScout reads {PLAN_VERSION}")
+        try:
+            plan = cls.model_validate(raw)
+            for entry in plan.entries:
+                Subgraph.from_json(entry.subgraph)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise PlanUnreadable(str(file), f"field {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanUnreadable(str(file), f"an entry's sub-graph is damaged ({error!r})") from error
+        return plan
+
+    def without(self, ids: set[str]) -> Plan:
+        """The same plan less some entries."""
+        return self.model_copy(update={"entries": [e for e in self.entries if e.id not in ids]})
+
+    def composed(self, composition: Composition) -> Plan:
+        return self.model_copy(update={"composition": composition})

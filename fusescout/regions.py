@@ -1,0 +1,319 @@
+"""Finds the fusable regions of one captured graph, from its structure alone.
+
+A region is a convex set of nodes of one family. The finder looks at operators, shapes and data flow, never at times,
+so the same graph gives the same regions when a plan is applied later. Regions may overlap; pricing, racing and the
+disjoint selection come after (`candidates.py`, `decide.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fusescout.flops import op_class
+from fusescout.ir import Graph
+from fusescout.ir import Node
+from fusescout.ir import Ref
+from fusescout.ir import TensorSpec
+
+MAX_OPS = 64
+MAX_INPUTS = 12
+GEMMS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
+EPILOGUE_GEMMS = frozenset({"linear", "addmm", "mm", "matmul"})
+NORMS = frozenset({"layer_norm", "rms_norm", "softmax", "_softmax", "log_softmax", "_log_softmax"})
+REDUCTIONS = frozenset({"mean", "sum", "amax", "amin", "var"})
+REGROUPS = frozenset({"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten"})
+LAYOUTS = frozenset({*REGROUPS, "transpose", "permute", "t", "expand", "contiguous", "clone", "_to_copy", "to"})
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A convex set of nodes that one kernel could compute, in graph order."""
+
+    graph: int
+    family: str
+    nodes: tuple[str, ...]
+
+
+def shape_of(node: Node) -> tuple[int, ...] | None:
+    return node.out.shape if isinstance(node.out, TensorSpec) else None
+
+
+def is_pointwise(node: Node) -> bool:
+    """True for element-by-element operators with one tensor result and no side effect."""
+    if node.mutates or not isinstance(node.out, TensorSpec) or node.out.numel == 0:
+        return False
+    if node.op == "dropout":
+        return len(node.args) > 2 and node.args[2] is False
+    if node.op == "batch_norm":
+        return len(node.args) > 5 and node.args[5] is False
+    return op_class(node.target) == "pointwise"
+
+
+def reduces_last(node: Node, graph: Graph) -> tuple[int, ...] | None:
+    """The input shape of a node that reduces over its last dimension and keeps the others, else None."""
+    if node.mutates or not node.args or not isinstance(node.args[0], Ref) or not isinstance(node.out, TensorSpec):
+        return None
+    source = shape_of(graph.by_name[str(node.args[0].to)])
+    if source is None or not source or node.out.numel == 0:
+        return None
+    rank = len(source)
+    if node.op in ("layer_norm", "rms_norm"):
+        normalized = node.args[1]
+        return source if isinstance(normalized, tuple) and len(normalized) == 1 else None
+    if node.op in NORMS:
+        return source if node.args[1] in (-1, rank - 1) else None
+    if node.op in REDUCTIONS and len(source) == len(node.out.shape):
+        dims = node.args[1] if len(node.args) > 1 else None
+        dims = (dims,) if isinstance(dims, int) else dims
+        return source if dims in ((-1,), (rank - 1,)) and source[-1] > 1 else None
+    return None
+
+
+class _Flow:
+    """Reachability of a graph as bit sets, so that convexity is a few integer operations."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.position = {n.name: k for k, n in enumerate(graph.nodes)}
+        self.above = [0] * len(graph.nodes)
+        self.below = [0] * len(graph.nodes)
+        for k, node in enumerate(graph.nodes):
+            for name in node.inputs:
+                i = self.position[name]
+                self.above[k] |= self.above[i] | (1 << i)
+        for k in range(len(graph.nodes) - 1, -1, -1):
+            for name in graph.users[graph.nodes[k].name]:
+                u = self.position[name]
+                self.below[k] |= self.below[u] | (1 << u)
+        self.barriers = sum(1 << k for k, n in enumerate(graph.nodes) if n.mutates)
+
+    def convex(self, names: Iterable[str]) -> bool:
+        """No path leaves the set and comes back, and no mutation happens between its first and last node."""
+        inside = above = below = 0
+        first, last = len(self.above), -1
+        for name in names:
+            k = self.position[name]
+            inside |= 1 << k
+            above |= self.above[k]
+            below |= self.below[k]
+            first, last = min(first, k), max(last, k)
+        span = ((1 << (last + 1)) - 1) ^ ((1 << first) - 1)
+        return not (above & below & ~inside) and not (self.barriers & span)
+
+
+def _grow(flow: _Flow, seed: set[str], allowed: Callable[[Node], bool], *, backward: bool) -> set[str]:
+    """Add neighbours that are allowed and keep the set convex, until nothing fits any more."""
+    graph, region = flow.graph, set(seed)
+    refused: set[str] = set()
+    frontier = sorted(region, key=flow.position.__getitem__)
+    while frontier and len(region) < MAX_OPS:
+        name = frontier.pop(0)
+        near = list(graph.users[name]) + (list(graph.by_name[name].inputs) if backward else [])
+        for other in near:
+            if other in region or other in refused or not allowed(graph.by_name[other]):
+                continue
+            if flow.convex(region | {other}):
+                region.add(other)
+                frontier.append(other)
+                refused.clear()
+            else:
+                refused.add(other)
+    return region
+
+
+def find_regions(graph: Graph) -> tuple[Region, ...]:
+    """All fusable regions of a captured graph, largest families first; regions may overlap."""
+    flow = _Flow(graph)
+    found: dict[tuple[str, frozenset[str]], Region] = {}
+
+    def add(family: str, names: set[str]) -> None:
+        names = _trim(graph, names)
+        if not _is_family(graph, family, names) or not flow.convex(names):
+            return
+        ordered = tuple(n.name for n in graph.nodes if n.name in names)
+        if not _is_cuttable(graph, ordered):
+            return
+        found.setdefault((family, frozenset(ordered)), Region(graph.index, family, ordered))
+
+    for names in _attention(flow):
+        add("attention", names)
+    for names in _gated(flow):
+        add("gated_mlp", names)
+    for node in graph.nodes:
+        if node.op in EPILOGUE_GEMMS and node.is_op and isinstance(node.out, TensorSpec):
+            for names in _epilogues(flow, node):
+                add("gemm_epilogue", names)
+    for names in _rowwise(flow):
+        add("rowwise", names)
+    for names in _pointwise(flow):
+        add("pointwise", names)
+    return tuple(found.values())
+
+
+def _is_family(graph: Graph, family: str, names: set[str]) -> bool:
+    """Something is left to fuse after trimming."""
+    nodes = [graph.by_name[n] for n in names]
+    if family == "gemm_epilogue":
+        return any(n.op in EPILOGUE_GEMMS for n in nodes) and any(is_pointwise(n) for n in nodes)
+    return bool(nodes)
+
+
+def _trim(graph: Graph, names: set[str]) -> set[str]:
+    """Drop layout-only nodes at the rim: they cost nothing and must not be what a region returns."""
+    names = set(names)
+    while True:
+        loose = {
+            n
+            for n in names
+            if graph.by_name[n].op in REGROUPS
+            and (not any(u in names for u in graph.users[n]) or not any(i in names for i in graph.by_name[n].inputs))
+        }
+        if not loose:
+            return names
+        names -= loose
+
+
+def _single_output(graph: Graph, names: set[str]) -> set[str]:
+    """Drop last nodes until one value leaves the region.
+
+    Llama's `add, to float32, pow` behind a linear would write three tensors where the next norm needs only the first.
+    """
+    names = _trim(graph, names)
+    while len(graph.escapes(names)) > 1:
+        last = [n.name for n in graph.nodes if n.name in names and not any(u in names for u in graph.users[n.name])]
+        names = _trim(graph, names - {last[-1]})
+    return names
+
+
+def _epilogues(flow: _Flow, anchor: Node) -> list[set[str]]:
+    """The GEMM with everything pointwise behind it; the same with one result; and without operands as large as that."""
+    graph = flow.graph
+    shape = shape_of(anchor)
+    assert shape is not None
+    numel = anchor.out.numel if isinstance(anchor.out, TensorSpec) else 0
+
+    def regroups(node: Node) -> bool:
+        out = shape_of(node)
+        return node.op in REGROUPS and out is not None and bool(out) and out[-1] == shape[-1]
+
+    def same_size(node: Node) -> bool:
+        out = shape_of(node)
+        return out is not None and bool(out) and out[-1] == shape[-1] and isinstance(node.out, TensorSpec) and node.out.numel == numel
+
+    widest = _grow(flow, {anchor.name}, lambda n: (is_pointwise(n) and same_size(n)) or regroups(n), backward=False)
+
+    def brings_nothing_large(node: Node) -> bool:
+        specs = [graph.by_name[i].out for i in node.inputs if i not in widest]
+        return all(isinstance(s, TensorSpec) and s.numel < numel for s in specs)
+
+    lean = _grow(
+        flow,
+        {anchor.name},
+        lambda n: n.name in widest and brings_nothing_large(n),
+        backward=False,
+    )
+    return [widest, _single_output(graph, widest), lean]
+
+
+def _gated(flow: _Flow) -> list[set[str]]:
+    """`act(x Wg^T) * (x Wu^T)`: a product of two branches that each come from one GEMM on the same input."""
+    graph = flow.graph
+    regions = []
+    for node in graph.nodes:
+        if node.op != "mul" or len(node.inputs) != 2:
+            continue
+        branches = [_branch_to_gemm(graph, name) for name in node.inputs]
+        if any(b is None for b in branches):
+            continue
+        (first, left), (second, right) = branches[0] or (None, set()), branches[1] or (None, set())
+        if first is None or second is None or first is second or first.args[0] != second.args[0]:
+            continue
+        regions.append({node.name, *left, *right})
+    return regions
+
+
+def _branch_to_gemm(graph: Graph, name: str) -> tuple[Node, set[str]] | None:
+    """Walk up single-input pointwise nodes that nobody else reads, to a linear."""
+    path: set[str] = set()
+    while True:
+        node = graph.by_name[name]
+        if len(graph.users[name]) != 1:
+            return None
+        path.add(name)
+        if node.op == "linear":
+            return node, path
+        if not is_pointwise(node) or len(node.inputs) != 1:
+            return None
+        name = node.inputs[0]
+
+
+def _rowwise(flow: _Flow) -> list[set[str]]:
+    graph = flow.graph
+    taken: set[str] = set()
+    regions = []
+    for node in graph.nodes:
+        space = reduces_last(node, graph)
+        if space is None or node.name in taken:
+            continue
+        rows = (*space[:-1], 1)
+
+        def fits(other: Node, space: tuple[int, ...] = space, rows: tuple[int, ...] = rows) -> bool:
+            if is_pointwise(other):
+                return shape_of(other) in (space, rows)
+            return reduces_last(other, graph) == space
+
+        region = _grow(flow, {node.name}, fits, backward=True)
+        taken |= {n for n in region if reduces_last(graph.by_name[n], graph) is not None}
+        regions.append(region)
+    return regions
+
+
+def _pointwise(flow: _Flow) -> list[set[str]]:
+    graph = flow.graph
+    taken: set[str] = set()
+    regions = []
+    for node in graph.nodes:
+        if node.name in taken or not node.is_op or not is_pointwise(node):
+            continue
+        shape = shape_of(node)
+        region = _grow(
+            flow,
+            {node.name},
+            lambda n, shape=shape: n.name not in taken and is_pointwise(n) and shape_of(n) == shape,  # type: ignore[misc]
+            backward=True,
+        )
+        taken |= region
+        regions.append(region)
+    return regions
+
+
+def _attention(flow: _Flow) -> list[set[str]]:
+    """Hand-written attention: GEMM, pointwise on the scores, softmax, (dropout in eval,) GEMM."""
+    graph = flow.graph
+    regions = []
+    for node in graph.nodes:
+        if node.op not in ("softmax", "_softmax") or reduces_last(node, graph) is None:
+            continue
+        up = _walk(graph, node.inputs[0], lambda n: n.inputs[0] if n.inputs else None)
+        down = _walk(graph, node.name, lambda n: graph.users[n.name][0] if len(graph.users[n.name]) == 1 else None)
+        if up is None or down is None:
+            continue
+        regions.append(up | down)
+    return regions
+
+
+def _walk(graph: Graph, name: str, step: Callable[[Node], str | None]) -> set[str] | None:
+    """Follow `step` through pointwise and layout nodes to the next batched GEMM; None if something else comes first."""
+    path: set[str] = set()
+    current: str | None = name
+    while current is not None and len(path) < 16:
+        node = graph.by_name[current]
+        path.add(current)
+        if node.op in ("bmm", "matmul", "baddbmm"):
+            return path
+        if not (is_pointwise(node) or node.op in LAYOUTS or node.op in NORMS):
+            return None
+        current = step(node)
+    return None

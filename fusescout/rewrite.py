@@ -1,0 +1,111 @@
+"""Replaces planned regions of an ATen graph by fused operators. Works on the graph it is given, knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import getitem as operator_getitem
+from typing import Any
+
+from torch import fx
+
+from fusescout.ir import Graph
+from fusescout.ir import Subgraph
+from fusescout.plan import Entry
+from fusescout.regions import find_regions
+
+
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """One site that was (or was not) replaced."""
+
+    entry: str
+    nodes: tuple[str, ...]
+
+
+def rewrite(
+    module: fx.GraphModule,
+    graph: Graph,
+    entries: Sequence[Entry],
+    operator: Callable[[Entry, Subgraph], Any],
+) -> tuple[Replacement, ...]:
+    """Replace every region of `graph` that an entry names, in place, in the entries' order of priority.
+
+    Args:
+        module: the ATen graph module that `graph` was encoded from (same node names).
+        graph: its plain-data form.
+        entries: plan entries, most important first.
+        operator: gives the callable that computes an entry's sub-graph.
+    """
+    cut = [(region, *graph.subgraph(region.nodes)) for region in find_regions(graph)]
+    current = {n.name: n for n in module.graph.nodes}
+    used: set[str] = set()
+    done: list[Replacement] = []
+    for entry in entries:
+        key = entry.key
+        for region, subgraph, inputs in cut:
+            if region.family != entry.family or subgraph.key != key or used & set(region.nodes):
+                continue
+            members = [current[n] for n in region.nodes]
+            late = _late(members)
+            if late is None:
+                continue  # an earlier replacement closed a loop through this region
+            outputs = graph.escapes(region.nodes)
+            current |= _replace(module.graph, members, late, [current[i] for i in inputs], outputs, operator(entry, subgraph))
+            used |= set(region.nodes)
+            done.append(Replacement(entry.id, region.nodes))
+    if done:
+        module.graph.lint()
+        module.recompile()
+    return tuple(done)
+
+
+def _late(members: Sequence[fx.Node]) -> list[fx.Node] | None:
+    """Nodes between the members that depend on them, in order; None if a member depends on one of those in turn."""
+    inside = set(members)
+    late: dict[fx.Node, None] = {}
+    node = members[0]
+    while True:
+        if node in inside:
+            if any(i in late for i in node.all_input_nodes):
+                return None
+        elif any(i in inside or i in late for i in node.all_input_nodes):
+            late[node] = None
+        if node is members[-1]:
+            return list(late)
+        node = node.next
+
+
+def _replace(
+    graph: fx.Graph,
+    members: Sequence[fx.Node],
+    late: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[str],
+    operator: Callable[..., Any],
+) -> dict[str, fx.Node]:
+    """Put one call in the members' place; gives the node that now stands for each output."""
+    by_name = {n.name: n for n in members}
+    cursor = members[-1]
+    for node in late:
+        cursor.append(node)
+        cursor = node
+    with graph.inserting_after(members[-1]):
+        call = graph.call_function(operator, tuple(inputs))
+    values = tuple(by_name[o].meta.get("val") for o in outputs)
+    call.meta = {**by_name[outputs[0]].meta, "val": values[0] if len(outputs) == 1 else values}
+    stands: dict[str, fx.Node] = {}
+    anchor = call
+    for k, name in enumerate(outputs):
+        value = call
+        if len(outputs) > 1:
+            with graph.inserting_after(anchor):
+                value = anchor = graph.call_function(operator_getitem, (call, k))
+            value.meta = dict(by_name[name].meta)
+        by_name[name].replace_all_uses_with(value)
+        stands[name] = value
+    # Uses inside the region were redirected too; the members are going away with them.
+    for node in reversed(members):
+        graph.erase_node(node)
+    return stands
