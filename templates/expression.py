@@ -79,7 +79,7 @@ class Writer:
         if dtype == to:
             return text
         if to == "bool":
-            return f"({text} != {self.literal(0, dtype)})"
+            return f"T.NE({text}, {self.literal(0, dtype)})"
         return f'T.cast({text}, "{to}")'
 
     def literal(self, value, dtype: str) -> str:

@@ -34,14 +34,13 @@ def _binary(name: str) -> Callable:
     return text
 
 
-def _compare(symbol: str) -> Callable:
+def _compare(name: str) -> Callable:
     def text(w: Writer) -> str:
         a, b = w.arg(0), w.arg(1)
         dtype = w.common(a, b)
         if dtype == "bool":
-            dtype = "int32"
-            return f'T.cast({w.value(a, "bool")}, "int32") {symbol} T.cast({w.value(b, "bool")}, "int32")'
-        return f"{w.value(a, dtype)} {symbol} {w.value(b, dtype)}"
+            return f'{name}(T.cast({w.value(a, "bool")}, "int32"), T.cast({w.value(b, "bool")}, "int32"))'
+        return f"{name}({w.value(a, dtype)}, {w.value(b, dtype)})"
 
     return text
 
@@ -258,7 +257,7 @@ def _logical(name: str) -> Callable:
     def text(w: Writer) -> str:
         args = [w.value(a, "bool") for a in w.op.args]
         if name == "T.Xor":
-            return f'T.cast({args[0]}, "int32") != T.cast({args[1]}, "int32")'
+            return f'T.NE(T.cast({args[0]}, "int32"), T.cast({args[1]}, "int32"))'
         return f"{name}({', '.join(args)})"
 
     return text
@@ -331,8 +330,8 @@ def _nan_to_num(w: Writer) -> str:
     top = {"float32": 3.4028234663852886e38, "float16": 65504.0, "bfloat16": 3.3895313892515355e38}[w.op.out.dtype]
     nan, high, low = w.arg(1, "nan"), w.arg(2, "posinf"), w.arg(3, "neginf")
     nan, high, low = (nan or 0.0, top if high is None else high, -top if low is None else low)
-    inf = w.f(math.inf)
-    return f"where(isnan({x}), {w.f(nan)}, where({x} == {inf}, {w.f(high)}, where({x} == -{inf}, {w.f(low)}, {x})))"
+    finite = f"where(T.EQ({x}, {w.f(-math.inf)}), {w.f(low)}, {x})"
+    return f"where(isnan({x}), {w.f(nan)}, where(T.EQ({x}, {w.f(math.inf)}), {w.f(high)}, {finite}))"
 
 
 def _round(w: Writer) -> str:
@@ -370,7 +369,7 @@ OPERATORS = {
     "bitwise_not": _bitwise("~", "T.Not"),
     "__and__": _bitwise("&", "T.And"), "__or__": _bitwise("|", "T.Or"), "__xor__": _bitwise("^", "T.Xor"),
     "isnan": _float_test(lambda w, x: f"isnan({x})"),
-    "isinf": _float_test(lambda w, x: f"fabs({x}) == {w.f(math.inf)}"),
+    "isinf": _float_test(lambda w, x: f"T.EQ(fabs({x}), {w.f(math.inf)})"),
     "isfinite": _float_test(lambda w, x: f"fabs({x}) < {w.f(math.inf)}"),
     "batch_norm": _batch_norm, "dropout": _dropout, "feature_dropout": _dropout, "addcmul": _addcmul,
     "addcdiv": _addcdiv, "lerp": _lerp, "nan_to_num": _nan_to_num, "round": _round,
@@ -381,10 +380,10 @@ UNARY = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin",
     "acos", "atan", "erf", "sqrt", "rsqrt", "sigmoid",
 )  # fmt: skip
-COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+COMPARE = {"eq": "T.EQ", "ne": "T.NE", "lt": "T.LT", "le": "T.LE", "gt": "T.GT", "ge": "T.GE"}
 SAME = ("_to_copy", "to", "type_as", "clone", "contiguous", "alias", "detach", "lift_fresh_copy")
 OPERATORS |= {name: _unary(name) for name in UNARY}
 OPERATORS |= {name: _rounding(name) for name in ("floor", "ceil", "trunc")}
-OPERATORS |= {name: _compare(symbol) for name, symbol in COMPARE.items()}
+OPERATORS |= {name: _compare(node) for name, node in COMPARE.items()}
 OPERATORS |= dict.fromkeys(SAME, _same)
 OPERATORS["atan2"] = _binary("atan2")

@@ -1,0 +1,181 @@
+"""Pointwise chains: any number of inputs and outputs, any strides, any broadcasting.
+
+One walk over the first output's memory. On CUDA each block takes `threads * items` elements: loads into registers as
+wide as each operand's layout allows, the whole chain there, wide stores; elements behind the last full block go
+through a loop of their own, so that no other block tests bounds. On the CPU, rows of the collapsed space are split
+over threads and the innermost loop is left to the C++ compiler's vectoriser.
+"""
+
+import math
+
+from fusescout.templates.dialect import Dialect
+from fusescout.templates.dialect import dialect_for
+from fusescout.templates.expression import compute_dtype
+from fusescout.templates.expression import emit
+from fusescout.templates.expression import unsupported
+from fusescout.templates.operators import Unsupported
+from fusescout.templates.source import build
+from fusescout.templates.space import Operand
+from fusescout.templates.space import Space
+from fusescout.templates.space import address
+from fusescout.templates.space import space_of
+
+from fusescout.device import Device
+from fusescout.ir import DTYPE_BYTES
+from fusescout.ir import Subgraph
+from fusescout.template import Config
+from fusescout.template import Kernel
+
+NAME = "pointwise"
+FAMILY = "pointwise"
+
+
+def supports(graph: Subgraph, device: Device) -> str | None:
+    """None if every operator is pointwise and every value fits one broadcast shape."""
+    for op in graph.ops:
+        if reason := unsupported(op, graph):
+            return reason
+    try:
+        for spec in graph.inputs:
+            compute_dtype(spec.dtype)
+        space_of(graph, tuple(range(len(graph.inputs))))
+    except Unsupported as reason:
+        return str(reason)
+    return None
+
+
+def configs(graph: Subgraph, device: Device) -> list[Config]:
+    """Block sizes, best guess first."""
+    space = space_of(graph, tuple(range(len(graph.inputs))))
+    if device.kind == "cpu":
+        return [{"block": b} for b in (16384, 4096, 65536) if b < 4 * space.numel] or [{"block": 16384}]
+    widest = max(DTYPE_BYTES[o.dtype] for o in space.operands)
+    natural = max(2, 16 // widest)
+    found = [
+        {"threads": t, "items": i}
+        for t, i in (
+            (256, natural),
+            (128, natural),
+            (256, 2 * natural),
+            (512, natural),
+            (128, 2 * natural),
+            (256, 4 * natural),
+        )
+    ]
+    # blocks that fill the device come first; among them the order above
+    return sorted(found, key=lambda c: space.numel < c["threads"] * c["items"] * device.cores)
+
+
+def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
+    """The chain as one kernel."""
+    dialect = dialect_for(device.kind, tuple(s.dtype for s in graph.output_specs))
+    space = space_of(graph, tuple(range(len(graph.inputs))))
+    name = f"fs_pointwise_{graph.key[:10]}"
+    body = _cpu(graph, space.collapsed(), config, dialect) if dialect.cpu else _cuda(graph, space, config, dialect)
+    text = dialect.header() + signature(name, space.operands, dialect) + body
+    return Kernel(build(text, name), tuple(o.param for o in space.operands), text, dialect.pass_configs)
+
+
+def signature(name: str, operands: tuple, dialect: Dialect) -> str:
+    """Head of the prim_func. Parameters are declared as the tensors are; `flat` gives them one dimension."""
+    lines = ["", "@T.prim_func", f"def {name}("]
+    for o in operands:
+        if dialect.cpu:  # only addresses are passed
+            lines.append(f'    {o.name}: T.Tensor(({o.span},), "{dialect.storage(o.dtype)}"),')
+        else:
+            p = o.param
+            lines.append(f'    {o.name}_: T.StridedTensor({p.shape}, {p.stride}, "{p.dtype}"),')
+    return "\n".join([*lines, "):", ""])
+
+
+def flat(operands: tuple, dialect: Dialect) -> list:
+    """Lines that give each parameter its one-dimensional form (bools as bytes, which have vector loads)."""
+    if dialect.cpu:
+        return []
+    return [f'{o.name} = T.Tensor(({o.span},), "{buffer_dtype(o, dialect)}", {o.name}_.data)' for o in operands]
+
+
+def buffer_dtype(o: Operand, dialect: Dialect) -> str:
+    """Dtype of an operand's elements where the kernel reads them."""
+    return "uint8" if o.dtype == "bool" and not dialect.cpu else dialect.storage(o.dtype)
+
+
+def loaded(element: str, o: Operand, dialect: Dialect) -> str:
+    """Value of a buffer element of `o`."""
+    if o.dtype == "bool" and not dialect.cpu:
+        return f"let(T.NE({element}, T.uint8(0)))"
+    return f"let({dialect.load(element, o.dtype)})"
+
+
+def stored(value: str, o: Operand, dialect: Dialect) -> str:
+    """What to assign to a buffer element of `o`."""
+    return f'T.cast({value}, "uint8")' if o.dtype == "bool" and not dialect.cpu else dialect.store(value, o.dtype)
+
+
+def _chain(graph: Subgraph, space: Space, elements: dict, dialect: Dialect) -> list:
+    """Lines of the whole chain for one position; `elements` has each operand's buffer element."""
+    lines = [f"x{o.index} = {loaded(elements[o.name], o, dialect)}" for o in space.inputs]
+    values = {o.index: f"x{o.index}" for o in space.inputs}
+    first = len(graph.inputs)
+    more, values = emit(graph, values, dialect, range(first, first + len(graph.ops)))
+    results = zip(space.outputs, graph.outputs, strict=True)
+    return [*lines, *more, *(f"{elements[o.name]} = {stored(values[v], o, dialect)}" for o, v in results)]
+
+
+def indent(lines: list, depth: int) -> str:
+    return "".join(f"{'    ' * depth}{line}\n" for line in lines)
+
+
+def _cpu(graph: Subgraph, space: Space, config: Config, dialect: Dialect) -> str:
+    """Rows over threads; a single long row is cut into blocks."""
+    outer, columns = space.sizes[:-1], space.sizes[-1] if space.sizes else 1
+    rows = math.prod(outer)
+    row_block = max(1, min(rows, config["block"] // columns))
+    column_block = min(columns, config["block"])
+    grid = (-(-rows // row_block), -(-columns // column_block))
+    elements = {}
+    for o in space.operands:
+        inner = f"(by * {column_block} + j) * {o.strides[-1]}" if o.strides and o.strides[-1] else "0"
+        elements[o.name] = f"{o.name}[{address('r', outer, o.strides[:-1]) if outer else '0'} + {inner}]"
+
+    def extent(total: int, block: int, at: str) -> str:
+        return str(block) if total % block == 0 else f"T.min({block}, {total} - {at} * {block})"
+
+    lines = [
+        f"with {dialect.kernel(*grid)} as (bx, by):",
+        f"    for i in T.serial({extent(rows, row_block, 'bx')}):",
+        f"        for j in T.serial({extent(columns, column_block, 'by')}):",
+        f"            r = bx * {row_block} + i",
+    ]
+    return indent(lines, 1) + indent(_chain(graph, space, elements, dialect), 4)
+
+
+def _cuda(graph: Subgraph, space: Space, config: Config, dialect: Dialect) -> str:
+    """Full blocks through registers, the rest element by element."""
+    block = config["threads"] * config["items"]
+    full, tail = divmod(space.numel, block)
+    staged = [o for o in space.operands if not o.is_scalar and o.spec.aligned]
+
+    def at(o: Operand, position: str) -> str:
+        return f"{o.name}[{address(position, space.sizes, o.strides)}]"
+
+    loop = f"for j in {dialect.parallel(block)}:"
+    main = [f"{o.name}_r = {dialect.tile((block,), buffer_dtype(o, dialect))}" for o in staged]
+    for o in staged:
+        if o.role == "input":
+            main += [loop, f"    {o.name}_r[j] = {at(o, f'bx * {block} + j')}"]
+    elements = {o.name: f"{o.name}_r[j]" if o in staged else at(o, f"bx * {block} + j") for o in space.operands}
+    main += [loop, *("    " + line for line in _chain(graph, space, elements, dialect))]
+    for o in staged:
+        if o.role == "output":
+            main += [loop, f"    {at(o, f'bx * {block} + j')} = {o.name}_r[j]"]
+    rest = [f"for j in {dialect.parallel(tail)}:"]
+    elements = {o.name: at(o, f"{full * block} + j") for o in space.operands}
+    rest += ["    " + line for line in _chain(graph, space, elements, dialect)]
+    launch = f"with {dialect.kernel(full + (tail > 0), threads=config['threads'])} as bx:"
+    text = indent([launch], 1) + indent(flat(space.operands, dialect), 2)
+    if not tail:
+        return text + indent(main, 2)
+    if not full:
+        return text + indent(rest, 2)
+    return text + indent([f"if bx < {full}:"], 2) + indent(main, 3) + indent(["else:"], 2) + indent(rest, 3)
