@@ -192,8 +192,9 @@ class NotCapturable(FuseScoutError):
 
     exit_code = EXIT_ENVIRONMENT
 
-    def __init__(self, why: str) -> None:
-        super().__init__("This graph can't be captured:", f"{why}.", "It stays as it is; the rest of the model is analysed.")
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__("This graph can't be captured:", f"{reason}.", "It stays as it is; the rest of the model is analysed.")
 
 
 class TraceUnreadable(FuseScoutError):
@@ -219,3 +220,34 @@ class ProfilerBusy(FuseScoutError):
             "a profiler is already active in this process, and a nested one would lose its records.",
             "Leave the torch.profiler or emit_nvtx context first, or take it out of the script.",
         )
+
+
+class WorkerRefused(FuseScoutError):
+    """A child process could not do a request; `kind` is the contender's status that follows."""
+
+    exit_code = EXIT_GATE
+
+    def __init__(self, kind: str, reason: str) -> None:
+        self.kind = kind
+        super().__init__(reason)
+
+
+class WorkerTimeout(FuseScoutError):
+    """A child process gave no answer in time and was killed."""
+
+    exit_code = EXIT_GATE
+    kind = "timeout"
+
+    def __init__(self, request: str, deadline_s: float) -> None:
+        super().__init__(f"No answer to {request} in {deadline_s:.0f} s;", "the process was killed.")
+
+
+class WorkerDied(FuseScoutError):
+    """A child process ended by itself."""
+
+    exit_code = EXIT_GATE
+    kind = "crashed"
+
+    def __init__(self, request: str, code: int, tail: str) -> None:
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        super().__init__(f"The process died at {request} ({how}).", f"Its last words: {tail}" if tail else "")
