@@ -194,7 +194,7 @@ class NotCapturable(FuseScoutError):
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
-        super().__init__("This graph can't be captured:", f"{reason}.", "It stays as it is; the rest of the model is analysed.")
+        super().__init__("This graph can't be captured:", f"{reason}.", "It stays as it is; the others are analysed.")
 
 
 class TraceUnreadable(FuseScoutError):
@@ -251,3 +251,14 @@ class WorkerDied(FuseScoutError):
     def __init__(self, request: str, code: int, tail: str) -> None:
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         super().__init__(f"The process died at {request} ({how}).", f"Its last words: {tail}" if tail else "")
+
+
+class BackendOption(FuseScoutError):
+    """`torch.compile(backend="fusescout")` with options it can't use."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            'The "fusescout" back end can\'t start:',
+            f"{why}.",
+            'Use torch.compile(model, backend="fusescout", options={"plan": "PLAN.json"}); "composition" may be given too.',
+        )

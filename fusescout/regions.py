@@ -133,7 +133,7 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
         if not _is_family(graph, family, names) or not flow.convex(names):
             return
         ordered = tuple(n.name for n in graph.nodes if n.name in names)
-        if not _is_cuttable(graph, ordered):
+        if not _is_cuttable(graph, ordered) or not graph.escapes(ordered):
             return
         found.setdefault((family, frozenset(ordered)), Region(graph.index, family, ordered))
 
@@ -185,6 +185,13 @@ def _single_output(graph: Graph, names: set[str]) -> set[str]:
         last = [n.name for n in graph.nodes if n.name in names and not any(u in names for u in graph.users[n.name])]
         names = _trim(graph, names - {last[-1]})
     return names
+
+
+def _is_cuttable(graph: Graph, names: tuple[str, ...]) -> bool:
+    """Its inputs are single tensors, and not too many of them."""
+    inside = set(names)
+    outer = {i for n in names for i in graph.by_name[n].inputs if i not in inside}
+    return len(outer) <= MAX_INPUTS and all(isinstance(graph.by_name[i].out, TensorSpec) for i in outer)
 
 
 def _epilogues(flow: _Flow, anchor: Node) -> list[set[str]]:

@@ -1,0 +1,81 @@
+"""The acceptance rule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from graphs import Builder
+from graphs import spec
+
+from fusescout.candidates import Candidate
+from fusescout.decide import Decision
+from fusescout.decide import decide
+from fusescout.decide import select
+from fusescout.session import ContenderResult
+from fusescout.session import Site
+
+
+def candidate(name: str = "a", sites: tuple[tuple[str, ...], ...] = (("n1", "n2"),)) -> Candidate:
+    b = Builder()
+    y = b.op("relu", spec(4, 4), b.input(spec(4, 4)))
+    graph = b.graph(y)
+    return Candidate(
+        name, "pointwise", graph.subgraph([y])[0], tuple(Site(graph=0, nodes=list(s)) for s in sites), ("n0",),
+        100.0, 10.0, 90.0, 0.5, 1, 0.0, 0.0,
+    )  # fmt: skip
+
+
+def samples(median: float, seed: int, spread: float = 0.01) -> list[float]:
+    return list(median * (1 + spread * np.random.default_rng(seed).standard_normal(40)))
+
+
+def run(times: dict[str, float], threshold: float = 1.05, spread: float = 0.01, **status: str) -> Decision:
+    results = [ContenderResult(name=n, status=status.get(n, "ok"), compile_s=2.0) for n in times]
+    measured = {n: samples(t, k, spread) for k, (n, t) in enumerate(times.items())}
+    return decide(candidate(), results, measured, threshold)
+
+
+def test_a_kernel_that_beats_all_others_wins() -> None:
+    decision = run({"eager": 100, "framework": 90, "inductor": 80, "tilelang": 60})
+    assert (decision.winner, decision.accepted) == ("tilelang", True)
+    assert decision.speedup is not None
+    assert decision.speedup.mid == pytest.approx(80 / 60, rel=0.02), "over the best other, not over eager"
+    assert decision.pays_back_calls == pytest.approx(2e6 / 40, rel=0.05)
+
+
+def test_a_kernel_as_fast_as_inductor_is_not_worth_owning() -> None:
+    assert run({"eager": 100, "inductor": 80, "tilelang": 79}).winner == "inductor"
+
+
+def test_eager_stays_when_nothing_is_clearly_faster() -> None:
+    decision = run({"eager": 100, "inductor": 99, "tilelang": 98})
+    assert (decision.winner, decision.accepted) == ("eager", False)
+    assert "1.05" in decision.reason
+
+
+def test_noise_that_reaches_below_the_threshold_is_no_win() -> None:
+    assert not run({"eager": 100, "tilelang": 93}, spread=0.2).accepted
+
+
+def test_what_did_not_verify_can_not_win() -> None:
+    decision = run({"eager": 100, "tilelang": 10}, tilelang="wrong")
+    assert not decision.accepted
+
+
+def test_no_baseline_no_verdict() -> None:
+    assert not run({"eager": 100, "tilelang": 10}, eager="failed").accepted
+
+
+def test_the_threshold_is_the_users() -> None:
+    assert run({"eager": 100, "tilelang": 90}, threshold=1.05).accepted
+    assert not run({"eager": 100, "tilelang": 90}, threshold=1.5).accepted
+
+
+def test_no_node_is_claimed_twice_and_the_larger_gain_goes_first() -> None:
+    small = candidate("small", (("n1", "n2"), ("n5",)))
+    large = candidate("large", (("n2", "n3"),))
+    decisions = {
+        "small": Decision("tilelang", True, "", None, None, 10.0, 1.0),
+        "large": Decision("tilelang", True, "", None, None, 50.0, 1.0),
+    }
+    assert [(c.id, n) for c, n in select([small, large], decisions)] == [("large", 1), ("small", 1)]
