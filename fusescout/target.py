@@ -29,7 +29,7 @@ from fusescout.usercode import import_module
 from fusescout.usercode import outline
 from fusescout.usercode import run_script as run_script
 from fusescout.usercode import user_code
-from fusescout.workload import Workload
+from fusescout.workload import Workload as Workload
 from fusescout.workload import build
 from fusescout.workload import resolve_device
 

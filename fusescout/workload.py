@@ -64,6 +64,19 @@ class Workload:
         values = [*self.args, *self.kwargs.values()]
         return [f"{name}: {_shape(value)}" for name, value in zip(names, values, strict=True)]
 
+    def info(self, command: str = "") -> WorkloadInfo:
+        """What reports say about it."""
+        return WorkloadInfo(
+            target=self.name,
+            model=type(self.model).__name__,
+            mode=self.mode,
+            device=self.device,
+            dtype=self.dtype,
+            inputs=self.inputs,
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            command=command,
+        )
+
     def call(self) -> Any:
         """Run the model once: without gradients in inference, with them in training. Gives its output."""
         import torch
@@ -180,20 +193,6 @@ def resolve_device(device: str | None) -> str | None:
     if index >= count:
         raise DeviceUnavailable(device, f"There are {count} GPUs.", f"Use cuda:0 to cuda:{count - 1}.")
     return f"cuda:{index}"
-
-
-def describe(workload: Workload, command: str = "") -> WorkloadInfo:
-    """What reports say about a workload."""
-    return WorkloadInfo(
-        target=workload.name,
-        model=type(workload.model).__name__,
-        mode=workload.mode,
-        device=workload.device,
-        dtype=workload.dtype,
-        inputs=workload.inputs,
-        parameters=sum(p.numel() for p in workload.model.parameters()),
-        command=command,
-    )
 
 
 def _shape(value: Any) -> str:

@@ -1,1 +1,102 @@
-"""cli"""
+"""The command line: `main` runs one verb and gives the process's exit code. One file per verb; this one wires them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from fusescout import __version__
+from fusescout.cli import analyze
+from fusescout.cli import apply
+from fusescout.cli import doctor
+from fusescout.cli import report
+from fusescout.cli import templates
+from fusescout.cli.terminal import Terminal
+from fusescout.errors import EXIT_INTERRUPTED
+from fusescout.errors import EXIT_OK
+from fusescout.errors import FuseScoutError
+from fusescout.errors import UsageProblem
+
+EXIT_INTERNAL = 70
+EPILOG = """\b
+Exit codes:
+    0  done
+    1  it ran, but a gate failed (--fail-under, verification, templates check)
+    2  wrong usage, settings or target
+    3  this machine can't do it (no GPU, a missing package, a full disk)
+    4  the model or script raised
+   70  internal error: a bug in FuseScout
+  130  interrupted
+
+\b
+Settings come from [tool.fusescout] in pyproject.toml, FUSESCOUT_* variables
+and options; the later wins."""
+
+app = typer.Typer(
+    name="fusescout",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    epilog=EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+STOPS_AT_TARGET = {"allow_interspersed_args": False}
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fusescout {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _fusescout(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Find the operator chains of a PyTorch model that are worth fusing, and prove it."""
+
+
+app.command("analyze", context_settings=STOPS_AT_TARGET, epilog=EPILOG)(analyze.analyze)
+app.command("report")(report.report)
+app.command("apply", context_settings=STOPS_AT_TARGET)(apply.apply)
+app.add_typer(templates.app, name="templates")
+app.command("doctor")(doctor.doctor)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: what follows the program's name (default: `sys.argv[1:]`).
+
+    Returns:
+        The exit code; see `EPILOG`.
+    """
+    terminal = Terminal()
+    command = typer.main.get_command(app)
+    listed = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        code = command.main(listed, prog_name="fusescout", standalone_mode=False, obj=terminal)
+    except FuseScoutError as error:
+        terminal.error(error)
+        return error.exit_code
+    except typer.TyperException as error:
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context else "fusescout"
+        terminal.error(UsageProblem(error.format_message(), "", f"Try '{path} --help'."))
+        return error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        code = EXIT_INTERRUPTED
+    except SystemExit as stop:
+        code = stop.code
+    # The last isolation boundary: whatever is left is a bug of FuseScout's and is reported as one.
+    except Exception as error:
+        terminal.internal_error(error)
+        return EXIT_INTERNAL
+    if code == EXIT_INTERRUPTED:
+        terminal.warn("Interrupted; nothing was written.")
+    return code if isinstance(code, int) else EXIT_OK

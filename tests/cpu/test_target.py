@@ -23,7 +23,6 @@ from fusescout.target import is_script
 from fusescout.target import load
 from fusescout.usercode import run_script
 from fusescout.workload import build
-from fusescout.workload import describe
 
 HEAD = "import torch\nfrom torch import nn\n"
 NET = """
@@ -77,7 +76,7 @@ def test_a_file_with_an_accepted_name(text: str, tmp_path: Path) -> None:
     assert workload.call().shape == (2, 3)
     assert not workload.call().requires_grad and not workload.model.training
     assert (workload.device, workload.dtype, workload.mode) == ("cpu", "float32", "inference")
-    assert any("float32[2,4]" in i and i.startswith("x") for i in describe(workload).inputs)
+    assert any("float32[2,4]" in i and i.startswith("x") for i in workload.info().inputs)
 
 
 @pytest.mark.parametrize(
