@@ -98,7 +98,7 @@ def _analyze(
 
         workload = load(target, argv=argv, device=config.device, dtype=config.dtype, mode=config.mode, seed=config.seed)
         on_event("load", 1, 1, target)
-        from fusescout.analyze import run
+        from fusescout.analysis import run
         from fusescout.report import render
         from fusescout.session import write_atomic
 

@@ -48,7 +48,7 @@ def apply(
     rest = list(arguments or ())
     with terminal.stdout_reserved(), terminal.progress() as on_event:
         from fusescout.endtoend import compare
-        from fusescout.patch import patch
+        from fusescout.patching import patch
         from fusescout.target import load
 
         workload = load(

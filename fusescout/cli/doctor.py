@@ -19,7 +19,6 @@ from fusescout.cli import options
 from fusescout.errors import EXIT_ENVIRONMENT
 from fusescout.errors import EXIT_OK
 from fusescout.errors import CacheUnwritable
-from fusescout.errors import FuseScoutError
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +110,10 @@ def _cache(folder: Path) -> Check:
 
 
 def _templates(folders: tuple[Path, ...]) -> Iterator[Check]:
-    from fusescout.registry import discover
+    from fusescout.registry import load
 
-    try:
-        found = discover(folders)
-    except FuseScoutError as error:
-        yield Check("templates", False, True, f"{error.what} {error.why}", error.fix)
-        return
-    good = [f.name for f in found if f.module]
-    yield Check("templates", bool(good), True, ", ".join(good) or "none", "reinstall fusescout")
-    for item in found:
-        if item.problem:
-            yield Check("template", False, False, f"{item.name} ({item.origin}): {item.problem}")
+    registry = load(folders)
+    names = ", ".join(registry.templates)
+    yield Check("templates", bool(names), True, names or "none", "reinstall fusescout")
+    for warning in registry.warnings:
+        yield Check("template", False, False, warning)

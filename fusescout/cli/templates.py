@@ -5,33 +5,23 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Annotated
 
 import typer
 
 from fusescout.cli import options
+from fusescout.cli.terminal import Terminal
 from fusescout.errors import EXIT_GATE
 from fusescout.errors import EXIT_OK
 from fusescout.errors import UsageProblem
 
 if TYPE_CHECKING:
-    from fusescout.registry import Found
+    from fusescout.registry import Registry
+    from fusescout.template import Template
 
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show and check fused templates.")
 Pattern = Annotated[str, typer.Argument(metavar="PATTERN", help="Names, such as 'gemm*'.")]
-
-
-def _find(context: typer.Context, pattern: str = "*") -> list[Found]:
-    from fusescout.registry import discover
-
-    found = discover(options.config(context).templates)
-    chosen = [f for f in found if fnmatch.fnmatchcase(f.name, pattern)]
-    if not chosen:
-        names = ", ".join(f.name for f in found) or "none"
-        raise UsageProblem(f"No template is called {pattern}.", "", f"There are: {names}.")
-    return chosen
 
 
 @app.command("list")
@@ -43,19 +33,26 @@ def list_(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """List templates with their family and where they come from."""
+    """List templates: name, family, what they cover, where they come from."""
     terminal = options.terminal(context, quiet, verbose)
-    with terminal.stdout_reserved():
-        found = _find(context, pattern)
+    registry, names = _find(context, terminal, pattern)
+    rows = [
+        {
+            "name": name,
+            "family": registry.templates[name].FAMILY,
+            "summary": _doc(registry.templates[name]).partition("\n")[0],
+            "origin": registry.origins[name],
+        }
+        for name in names
+    ]
     if as_json:
-        keys = ("name", "family", "origin", "path", "summary", "problem")
-        terminal.out(json.dumps([{k: getattr(f, k) for k in keys} for f in found], indent=1))
+        terminal.out(json.dumps({"templates": rows, "warnings": registry.warnings}, indent=1))
         return EXIT_OK
-    width = max(len(f.name) for f in found)
-    for item in found:
-        terminal.out(f"{item.name:<{width}}  {item.summary or item.problem}  ({item.origin})")
-        if item.problem:
-            terminal.warn(f"{item.name} can't be used: {item.problem}")
+    width = max(map(len, names))
+    for row in rows:
+        terminal.out(f"{row['name']:<{width}}  {row['summary']}  ({row['origin']})")
+    for warning in registry.warnings:
+        terminal.warn(warning)
     return EXIT_OK
 
 
@@ -67,15 +64,14 @@ def show(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Show what a template covers, and with --verbose its source."""
+    """Show what a template covers; with --verbose its source too."""
     terminal = options.terminal(context, quiet, verbose)
-    with terminal.stdout_reserved():
-        found = _find(context, name)
-    for item in found:
-        text = inspect.getdoc(item.module) if item.module else item.problem
-        terminal.out(f"{item.name}  family {item.family or '?'}  from {item.origin}\n{item.path}\n\n{text or ''}")
-        if verbose and item.path:
-            terminal.out(Path(item.path).read_text(encoding="utf-8"))
+    registry, names = _find(context, terminal, name)
+    for found in names:
+        template = registry.templates[found]
+        terminal.out(f"{found}  (family {template.FAMILY}, from {registry.origins[found]})\n\n{_doc(template)}")
+        if verbose:
+            terminal.out(f"\n{registry.source(found)}")
     return EXIT_OK
 
 
@@ -89,14 +85,37 @@ def check(
 ) -> int:
     """Check that templates load and keep the contract; exits with 1 if one doesn't."""
     terminal = options.terminal(context, quiet, verbose)
+    registry, names = _find(context, terminal, pattern)
     with terminal.stdout_reserved():
-        results = [(item, item.problem or _broken_promise(item)) for item in _find(context, pattern)]
-    for item, problem in results:
-        terminal.out(f"{item.name}: {problem or 'ok'}")
-    return EXIT_GATE if any(problem for _, problem in results) else EXIT_OK
+        problems = {name: _broken_promise(registry, name) for name in names}
+    for name, problem in problems.items():
+        terminal.out(f"{name}: {problem or 'ok'}")
+    for warning in registry.warnings:
+        terminal.warn(warning)
+    return EXIT_GATE if registry.warnings or any(problems.values()) else EXIT_OK
 
 
-def _broken_promise(item: Found) -> str:
+def _find(context: typer.Context, terminal: Terminal, pattern: str) -> tuple[Registry, list[str]]:
+    from fusescout.registry import load
+
+    folders = options.config(context).templates
+    with terminal.stdout_reserved():
+        registry = load(folders)
+    names = [name for name in registry.templates if fnmatch.fnmatchcase(name, pattern)]
+    if not names:
+        raise UsageProblem(
+            f"No template is called {pattern}.",
+            " ".join(registry.warnings),
+            f"There are: {', '.join(registry.templates) or 'none'}.",
+        )
+    return registry, names
+
+
+def _doc(template: Template) -> str:
+    return inspect.getdoc(template) or ""
+
+
+def _broken_promise(registry: Registry, name: str) -> str:
     """What of the contract the template breaks, or ""."""
     from fusescout.device import Device
     from fusescout.ir import Op
@@ -104,14 +123,13 @@ def _broken_promise(item: Found) -> str:
     from fusescout.ir import Subgraph
     from fusescout.ir import TensorSpec
 
-    assert item.module is not None
     # TileLang reads a kernel's annotations as values; postponed ones are text.
-    if "\nfrom __future__ import annotations" in Path(item.path).read_text(encoding="utf-8"):
+    if "\nfrom __future__ import annotations" in registry.source(name):
         return "It must not have `from __future__ import annotations`."
     spec = TensorSpec((2, 3), "float32", (3, 1))
     foreign = Subgraph((spec,), (Op("nobody.knows_this.default", (Ref(0),), (), spec),), (1,))
     try:
-        answer = item.module.supports(foreign, Device("cpu", "any", "any", 1))
+        answer = registry.templates[name].supports(foreign, Device("cpu", "any", "any", 1))
     # An isolation boundary: a template is foreign code.
     except Exception as error:
         return f"supports() raised for an operator it can't know: {type(error).__name__}: {error}"
