@@ -16,7 +16,7 @@ import torch
 
 from fusescout.config import Config
 from fusescout.modelcheck import ModelJudge
-from fusescout.patch import Backend
+from fusescout.patching import Backend
 from fusescout.plan import Composition
 from fusescout.plan import Plan
 from fusescout.session import EndToEnd

@@ -262,3 +262,23 @@ class BackendOption(FuseScoutError):
             f"{why}.",
             'Use torch.compile(model, backend="fusescout", options={"plan": "PLAN.json"}); "composition" may be given too.',
         )
+
+
+class NothingSeen(FuseScoutError):
+    """`fusescout.profile` ended without having seen a call of the model."""
+
+    def __init__(self, model: str, steps: int, wait: int) -> None:
+        super().__init__(
+            f"There is nothing to analyse: {model} was not called after step {wait} inside the block.",
+            f"scout.step() was called {steps} times.",
+            f"Call the model and scout.step() at least {wait + 1} times inside the block, or pass wait=0.",
+        )
+
+
+class NotAnalysed(FuseScoutError):
+    """A scout was asked for its result too early."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The analysis has not run yet.", "It runs when the with block ends.", "Read scout.session after the block."
+        )

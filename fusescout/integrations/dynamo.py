@@ -13,7 +13,7 @@ from fusescout.errors import BackendOption
 if TYPE_CHECKING:
     from torch import fx
 
-    from fusescout.patch import Backend
+    from fusescout.patching import Backend
 
 OPTIONS = ("plan", "composition")
 
@@ -55,7 +55,7 @@ _backends: dict[tuple[str, str | None], Backend] = {}
 
 def _backend(plan: Any, composition: Any) -> Backend:
     """One back end for each plan, so that its kernels are built once and its counters add up."""
-    from fusescout.patch import Backend
+    from fusescout.patching import Backend
 
     loaded = _load(plan) if isinstance(plan, str) else plan
     key = (loaded.model_dump_json(), composition)
