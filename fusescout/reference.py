@@ -43,7 +43,7 @@ def build(subgraph: ir.Subgraph, dtype_override: str | None = None) -> Callable[
     scope: dict[str, Any] = {"torch": torch, "ops": torch.ops}
     exec(compile(text, file, "exec"), scope)
     function = scope["reference"]
-    return lambda inputs: function(*inputs)  # type: ignore[no-any-return]
+    return lambda inputs: function(*inputs)
 
 
 def to_source(
@@ -69,8 +69,8 @@ def to_source(
         index = len(subgraph.inputs) + k
         call = _call(op, names, dtype_override)
         lines.append(f"    {names[index]} = {call}  # {_describe(op.out)}")
-        if dtype_override is not None and (dtype := _factory_dtype(op, dtype_override)):
-            lines.append(f"    {names[index]} = {names[index]}.to(torch.{dtype})")
+        if dtype_override is not None and (made := _factory_dtype(op, dtype_override)):
+            lines.append(f"    {names[index]} = {names[index]}.to(torch.{made})")
         dead = [
             names[i] for i, at in last.items() if at == k and i >= len(subgraph.inputs) and i not in subgraph.outputs
         ]

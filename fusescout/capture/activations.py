@@ -3,45 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import fx
 
-from fusescout.capture.capture import CapturedGraph
 from fusescout.capture.encode import writes
 from fusescout.capture.protect import copy_tensor
+from fusescout.capture.protect import random_devices
+
+if TYPE_CHECKING:
+    from fusescout.capture.capture import CapturedGraph
 
 
 def record(captured: CapturedGraph, names: Collection[str]) -> dict[str, Tensor]:
     """Values of the named nodes for the captured inputs, as copies with their strides and address alignment.
 
-    Runs the captured module once without gradients. Inputs that it writes (batch-norm statistics) and the random
-    state are put back.
-
     Raises:
         KeyError: a name that isn't a single tensor of this graph.
     """
-    devices = [t.device.index or 0 for t in captured.inputs if isinstance(t, Tensor) and t.device.type == "cuda"]
-    runner = _Recorder(captured.module, frozenset(names), captured.inputs)
-    with torch.no_grad(), torch.random.fork_rng(devices=sorted(set(devices))):
+    _, found = run_untouched(captured.module, captured.inputs, names)
+    missing = sorted(set(names) - set(found))
+    if missing:
+        raise KeyError(f"no tensor named {', '.join(missing)} in graph {captured.index}")
+    return found
+
+
+def run_untouched(
+    module: fx.GraphModule, inputs: Sequence[Any], names: Collection[str] = ()
+) -> tuple[Any, dict[str, Tensor]]:
+    """Run an ATen module once without gradients: its output, and copies of the named values.
+
+    Inputs that it writes (batch-norm statistics, caches) and the random state are put back.
+    """
+    tensors = [t for t in inputs if isinstance(t, Tensor)]
+    runner = _Recorder(module, frozenset(names), {_storage(t) for t in tensors})
+    with torch.no_grad(), torch.random.fork_rng(devices=random_devices(tensors)):
         try:
-            runner.run(*captured.inputs)
+            return runner.run(*inputs), runner.found
         finally:
             for tensor, old in reversed(runner.undo):
                 tensor.copy_(old)
-    missing = sorted(set(names) - set(runner.found))
-    if missing:
-        raise KeyError(f"no tensor named {', '.join(missing)} in graph {captured.index}")
-    return runner.found
 
 
 class _Recorder(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, names: frozenset[str], inputs: tuple[Any, ...]) -> None:
+    def __init__(self, module: fx.GraphModule, names: frozenset[str], storages: set[int]) -> None:
         super().__init__(module)
         self.names = names
-        self.storages = {_storage(t) for t in inputs if isinstance(t, Tensor)}
+        self.storages = storages
         self.found: dict[str, Tensor] = {}
         self.undo: list[tuple[Tensor, Tensor]] = []
 

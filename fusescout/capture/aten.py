@@ -7,9 +7,11 @@ every node keeps its module and source line. Nothing is computed: no buffer move
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +19,9 @@ from torch import Tensor
 from torch import fx
 from torch._guards import TracingContext
 from torch._guards import tracing
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._ops import HigherOrderOperator
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -31,9 +35,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from fusescout.capture.autocast import ExplicitAutocast
+from fusescout.capture.autocast import ambient
 from fusescout.capture.autocast import state
 from fusescout.capture.autocast import uses_autocast
 from fusescout.errors import NotCapturable
+
+GIVES_BACK = frozenset(
+    {"to", "type_as", "contiguous", "dropout", "feature_dropout", "alpha_dropout", "resolve_conj", "resolve_neg"}
+)
+"""Operators that return their argument itself where there is nothing to do."""
+
+POLICY = "_checkpoint_context_fn"
 
 ACTS_ON_AUTOGRAD = frozenset({"register_hook", "retain_grad", "requires_grad_", "backward"})
 """Tensor methods that change no value: a retraced graph would silently lack them."""
@@ -44,7 +56,11 @@ def to_aten(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
 
     Call it under the grad mode and autocast state in which the graph will run (a Dynamo back end already is).
     Autocast becomes explicit casts; `no_grad` regions, in-place operators, views, dropout, batch-norm statistics and
-    activation checkpointing stay in the graph.
+    activation checkpointing stay in the graph. What an operator gives back unchanged (a cast to its own dtype, dropout
+    in eval mode) is left out.
+
+    Activation checkpointing is a higher-order operator here, which only Inductor and AOTAutograd run with the random
+    state replayed: pass the module through `recompute.run_eagerly` before running it without them.
 
     Args:
         gm: what Dynamo gave its back end.
@@ -63,6 +79,7 @@ def to_aten(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         if uses_autocast(result):
             result = _retrace(ExplicitAutocast(result), example_inputs)
         _annotate(result, example_inputs)
+        _drop_identities(result)
     except NotCapturable:
         raise
     except Exception as error:  # isolation boundary: torch's tracers may fail in any way on a user's graph
@@ -83,11 +100,28 @@ class _Plain(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is _enter_autocast:
             scope = _UnmanagedAutocast(*args, **kwargs)
-            scope.__enter__()
+            scope.__enter__()  # type: ignore[no-untyped-call]
             return scope
         if target is _exit_autocast:
             return args[0].__exit__(None, None, None)
+        if target is tag_activation_checkpoint:
+            return _checkpoint(super().call_function, args, kwargs)
         return super().call_function(target, args, kwargs)
+
+
+class _Meta(dict[str, Any]):
+    def __missing__(self, key: str) -> None:
+        return None
+
+
+def _checkpoint(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """torch's tracer reads the region's policy without asking whether there is one."""
+    body, meta = args[0], args[0].meta
+    try:
+        body.meta = _Meta(meta)
+        return call(tag_activation_checkpoint, args, kwargs)
+    finally:
+        body.meta = meta
 
 
 def _retrace(runner: fx.Interpreter, example_inputs: Sequence[Any]) -> fx.GraphModule:
@@ -103,10 +137,27 @@ def _annotate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
         def run_node(self, n: fx.Node) -> Any:
             out = super().run_node(n)
             n.meta["val"] = tree_map_only(Tensor, _snapshot, out) if _is_value(out) else None
+            n.meta["identity"] = isinstance(out, Tensor) and any(out is self.env.get(a) for a in n.all_input_nodes[:1])
             return out
 
+    _refuse_escaped(gm)
+    for name, body in gm.named_children():
+        if isinstance(body, fx.GraphModule) and body.meta.get(POLICY, body) is None:
+            del getattr(gm, name).meta[POLICY]
     with _faking(example_inputs) as (mode, inputs), mode:
         Annotator(gm).run(*inputs)
+
+
+def _drop_identities(gm: fx.GraphModule) -> None:
+    """Remove operators that gave back their very argument: the same tensor object then has one name."""
+    for node in list(gm.graph.nodes):
+        if node.meta.pop("identity", False) and isinstance(node.target, OpOverload) and _packet(node) in GIVES_BACK:
+            node.replace_all_uses_with(node.args[0])
+            gm.graph.erase_node(node)
+
+
+def _packet(node: fx.Node) -> str:
+    return str(node.target).split(".")[1]
 
 
 def _snapshot(tensor: Tensor) -> Tensor:
@@ -123,8 +174,7 @@ def _faking(example_inputs: Sequence[Any]) -> Iterator[tuple[FakeTensorMode, lis
     """A fresh fake world with the inputs in it; grad mode and autocast are put back after."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     grad = torch.is_grad_enabled()
-    around = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
-    with state(around), unset_fake_temporarily(), tracing(TracingContext(mode)), torch.set_grad_enabled(grad):
+    with state(ambient()), unset_fake_temporarily(), tracing(TracingContext(mode)), torch.set_grad_enabled(grad):
         yield mode, [_fake(mode, value) for value in example_inputs]
 
 
@@ -154,12 +204,21 @@ def _refuse_unsupported(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> No
             raise NotCapturable(f"input {node.name} is a {type(value).__name__}, not a tensor or number")
     for node in _all_nodes(gm):
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        if node.op == "call_method" and name in ACTS_ON_AUTOGRAD:
-            raise NotCapturable(f"Tensor.{name} inside the model acts on autograd")
-        if node.op == "call_function" and (
-            "hook" in name or getattr(node.target, "__module__", "") == "torch.autograd"
-        ):
+        home = getattr(node.target, "__module__", None) or ""
+        if home.startswith(("torch._functorch", "torch._C._functorch")):
+            raise NotCapturable("the model uses torch.func transforms (vmap, grad, jvp)")
+        if (node.op == "call_method" and name in ACTS_ON_AUTOGRAD) or (node.op == "call_function" and "_hook" in name):
             raise NotCapturable(f"{name} inside the model acts on autograd")
+
+
+def _refuse_escaped(gm: fx.GraphModule) -> None:
+    """A fake tensor among the constants is a value whose making the tracer didn't see."""
+    for node in _all_nodes(gm):
+        if node.op != "get_attr":
+            continue
+        value = attrgetter(str(node.target))(node.graph.owning_module)
+        if isinstance(value, FakeTensor) or (isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)):
+            raise NotCapturable(f"the tracer lost track of how {node.name} is computed")
 
 
 def _refuse_lost(before: fx.GraphModule, after: fx.GraphModule) -> None:
@@ -172,7 +231,8 @@ def _refuse_lost(before: fx.GraphModule, after: fx.GraphModule) -> None:
 
 
 def _higher_order(gm: fx.GraphModule) -> Counter[str]:
-    return Counter(n.target.name() for n in _all_nodes(gm) if isinstance(n.target, HigherOrderOperator))
+    operators = (n.target for n in _all_nodes(gm) if isinstance(n.target, HigherOrderOperator))
+    return Counter(str(operator) for operator in operators)
 
 
 def _all_nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:

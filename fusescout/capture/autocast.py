@@ -25,6 +25,9 @@ from torch.utils._pytree import tree_map_only
 
 from fusescout.errors import NotCapturable
 
+_enter: Any = _enter_autocast
+_exit: Any = _exit_autocast
+
 DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 Casts = dict[int, torch.dtype]
@@ -72,10 +75,10 @@ class ExplicitAutocast(fx.Interpreter):
         around = self.active[0]
         with state({}):
             # The result is right only with autocast off, also where it is called with autocast on.
-            entered = [_enter_autocast(kind, dtype, False, False) for kind, dtype in around.items()]
+            entered = [_enter(kind, dtype, False, False) for kind, dtype in around.items()]
             out = super().run(*args, **kwargs)
             for token in reversed(entered):
-                _exit_autocast(token)
+                _exit(token)
             return out
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,7 +94,7 @@ class ExplicitAutocast(fx.Interpreter):
         if not active:
             return super().call_function(target, args, kwargs)
         if isinstance(target, HigherOrderOperator):
-            raise NotCapturable(f"{target.name()} under autocast isn't supported")
+            raise NotCapturable(f"{target} under autocast isn't supported")
         if not isinstance(target, OpOverload) or target._schema.is_mutable:
             return super().call_function(target, args, kwargs)
         casts, dtypes = _observe(target, args, kwargs, active)
@@ -114,9 +117,9 @@ class ExplicitAutocast(fx.Interpreter):
         return self.cached[key][1]
 
 
-class _CastLog(TorchDispatchMode):
+class _CastLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.casts: Casts = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
+import itertools
 from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from typing import Any
@@ -15,11 +12,13 @@ import torch
 from torch import Tensor
 from torch import fx
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from fusescout import ir
+from fusescout.capture.activations import run_untouched
 from fusescout.capture.aten import to_aten
+from fusescout.capture.dynamo import fixed_shapes
 from fusescout.capture.encode import encode_graph
-from fusescout.capture.encode import shorten
 from fusescout.capture.protect import copy_arguments
 from fusescout.capture.protect import copy_tensor
 from fusescout.capture.protect import protected
@@ -27,7 +26,9 @@ from fusescout.errors import NotCapturable
 from fusescout.session import GraphBreak
 
 if TYPE_CHECKING:
-    from fusescout.target import Workload
+    from fusescout.workload import Workload
+
+CHECKPOINT = "higher_order.tag_activation_checkpoint"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def capture(workload: Workload) -> Capture:
     recorder = _Recorder(model)
     with protected(model):
         _call(workload, model)
-    with _dynamo() as notes:
+    with fixed_shapes(recorder) as notes:
         compiled = torch.compile(_private(model), backend=recorder, dynamic=False)
         try:
             with protected(model):
@@ -84,9 +85,12 @@ def capture(workload: Workload) -> Capture:
             recorder.warnings.append(f"capture stopped with {type(error).__name__}: {_first_line(error)}")
         finally:
             recorder.recording = False
-    seen = sorted((e for e in recorder.entries if e.calls), key=lambda e: e.order)
+    seen = sorted((e for e in recorder.entries if e.calls and not e.wrong), key=lambda e: e.order)
     graphs = tuple(e.finish(k, recorder.names) for k, e in enumerate(seen))
-    warnings = list(dict.fromkeys((*recorder.warnings, *notes.warnings)))
+    warnings = list(dict.fromkeys(recorder.warnings))
+    regions = sum(n.target == CHECKPOINT for g in graphs for n in g.graph.nodes)
+    if regions:
+        warnings.append(f"{regions} activation-checkpointed regions are kept whole; nothing inside them is fused")
     if not graphs and not warnings:
         warnings.append("the model ran no tensor operation that Dynamo could capture")
     return Capture(graphs, tuple(notes.breaks), tuple(warnings))
@@ -100,6 +104,7 @@ class _Entry:
         self.inputs: tuple[Any, ...] = ()
         self.calls = 0
         self.order = 0
+        self.wrong = False
 
     def finish(self, index: int, names: dict[int, str]) -> CapturedGraph:
         graph = encode_graph(self.module, index, self.inputs, names)
@@ -115,24 +120,30 @@ class _Recorder:
         self.entries: list[_Entry] = []
         self.warnings: list[str] = []
         self.recording = False
-        self.runs = 0
+        self.order = itertools.count()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         try:
             entry = _Entry(to_aten(gm, example_inputs))
         except NotCapturable as error:
-            self.warnings.append(f"graph {len(self.entries) + len(self.warnings)} left out: {error.why}")
+            self.warnings.append(f"graph {len(self.entries) + len(self.warnings)} left out: {error.reason}")
             return gm.forward
         self.entries.append(entry)
 
         def run(*inputs: Any) -> Any:
-            if self.recording:
-                if not entry.calls:
-                    entry.order = self.runs
-                    entry.inputs = tuple(self._keep(value) for value in inputs)
-                entry.calls += 1
-                self.runs += 1
-            return gm.forward(*inputs)
+            if not self.recording:
+                return gm.forward(*inputs)
+            entry.calls += 1
+            if entry.calls > 1:
+                return gm.forward(*inputs)
+            entry.order = next(self.order)
+            entry.inputs = tuple(self._keep(value) for value in inputs)
+            got, _ = run_untouched(entry.module, entry.inputs)
+            wanted = gm.forward(*inputs)
+            if not _agree(wanted, got):
+                entry.wrong = True
+                self.warnings.append(f"graph {entry.order} left out: its ATen form gives other values")
+            return wanted
 
         return run
 
@@ -156,59 +167,25 @@ def _call(workload: Workload, model: Callable[..., Any]) -> None:
         model(*args, **kwargs)
 
 
-@dataclass
-class _Notes:
-    breaks: list[GraphBreak] = dataclasses.field(default_factory=list)
-    warnings: list[str] = dataclasses.field(default_factory=list)
+def _agree(wanted: Any, got: Any) -> bool:
+    """Equal up to what a rerun may differ by: atomic additions come in any order."""
+    pairs = list(zip(tree_leaves(wanted), tree_leaves(got), strict=True))
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride() and _close(a, b)
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+        else type(a) is type(b)
+        for a, b in pairs
+    )
 
 
-@contextmanager
-def _dynamo() -> Iterator[_Notes]:
-    """Dynamo with fixed shapes, whose counters, logs and break list are read and then put back."""
-    from torch._dynamo import config
-    from torch._dynamo.output_graph import graph_break_reasons
-    from torch._dynamo.utils import counters
-
-    notes = _Notes()
-    logger, level = logging.getLogger("torch._dynamo"), logging.getLogger("torch._dynamo").level
-    saved = {k: v.copy() for k, v in counters.items()}
-    already = len(graph_break_reasons)
-    counters.clear()
-    logger.setLevel(logging.ERROR)
-    fixed = {
-        "specialize_int": True,
-        "specialize_float": True,
-        "automatic_dynamic_shapes": False,
-        "suppress_errors": False,
-        "recompile_limit": 256,
-        "accumulated_recompile_limit": 4096,
-    }
-    try:
-        with config.patch(fixed):
-            yield notes
-    finally:
-        logger.setLevel(level)
-        told = []
-        for reason in graph_break_reasons[already:]:
-            told.append(reason.reason)
-            notes.breaks.append(GraphBreak(reason=_headline(reason.reason), where=_place(reason.user_stack)))
-        silent = [r for r in counters.get("graph_break", {}) if r not in told]
-        notes.breaks += [GraphBreak(reason=_headline(r)) for r in silent]
-        notes.breaks = list(dict.fromkeys(notes.breaks))
-        del graph_break_reasons[already:]
-        counters.clear()
-        counters.update(saved)
-
-
-def _headline(reason: str) -> str:
-    lines = [line.strip() for line in reason.strip().splitlines()]
-    explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")), "")
-    return f"{lines[0]}: {explanation}" if explanation else lines[0]
-
-
-def _place(stack: Any) -> str:
-    frame = stack[-1] if stack else None
-    return f"{shorten(frame.filename)}:{frame.lineno} in {frame.name}" if frame else ""
+def _close(a: Tensor, b: Tensor) -> bool:
+    if torch.equal(a, b):
+        return True
+    if not a.is_floating_point():
+        return not a.is_complex() or torch.allclose(a, b, rtol=1e-3, equal_nan=True)
+    step = 64 * torch.finfo(a.dtype).eps
+    scale = float(a.detach().double().nan_to_num(0.0, 0.0, 0.0).abs().max()) if a.numel() else 0.0
+    return torch.allclose(a.double(), b.double(), rtol=step, atol=step * scale, equal_nan=True)
 
 
 def _first_line(error: Exception) -> str:

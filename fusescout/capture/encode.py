@@ -21,14 +21,20 @@ WRITES_WHEN_TRAINING = {"batch_norm": 5, "instance_norm": 5}
 
 
 def spec_of(tensor: Tensor) -> ir.TensorSpec:
-    """Static facts of a tensor. The address of a fake tensor isn't known; it counts as aligned."""
+    """Static facts of a tensor. A fake tensor's memory counts as aligned, so only its offset in it decides."""
     return ir.TensorSpec(
         shape=tuple(int(n) for n in tensor.shape),
         dtype=str(tensor.dtype).removeprefix("torch."),
         stride=tuple(int(n) for n in tensor.stride()) if tensor.layout == torch.strided else (0,) * tensor.dim(),
         requires_grad=tensor.requires_grad,
-        aligned=isinstance(tensor, FakeTensor) or tensor.data_ptr() % 16 == 0,
+        aligned=_address(tensor) % 16 == 0,
     )
+
+
+def _address(tensor: Tensor) -> int:
+    if isinstance(tensor, FakeTensor):
+        return int(tensor.storage_offset()) * tensor.element_size() if tensor.layout == torch.strided else 0
+    return tensor.data_ptr()
 
 
 def encode_graph(
@@ -77,9 +83,9 @@ def target_name(node: fx.Node) -> str:
     if isinstance(node.target, (OpOverload, str)):
         return str(node.target)
     if isinstance(node.target, HigherOrderOperator):
-        return f"higher_order.{node.target.name()}"
-    name = getattr(node.target, "__qualname__", None) or getattr(node.target, "__name__", repr(node.target))
-    module = getattr(node.target, "__module__", None) or ""
+        return f"higher_order.{node.target}"
+    name = str(getattr(node.target, "__qualname__", None) or getattr(node.target, "__name__", repr(node.target)))
+    module = str(getattr(node.target, "__module__", None) or "")
     return name if module in ("_operator", "builtins") else f"{module}.{name}".lstrip(".")
 
 
@@ -118,7 +124,7 @@ def writes(node: fx.Node) -> bool:
             getattr(node.graph.owning_module, str(a.target), None) for a in node.all_input_nodes if a.op == "get_attr"
         ]
         return any(writes(n) for b in bodies if isinstance(b, fx.GraphModule) for n in b.graph.nodes)
-    return node.op == "call_function" and not target_name(node) == "getitem"
+    return node.op == "call_function" and target_name(node) != "getitem"
 
 
 def module_path(meta: Mapping[str, Any], modules: Mapping[int, str]) -> str:

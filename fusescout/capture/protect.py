@@ -56,7 +56,7 @@ def protected(model: nn.Module) -> Iterator[None]:
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
     try:
-        with torch.random.fork_rng(devices=_devices(tensors)):
+        with torch.random.fork_rng(devices=random_devices(tensors)):
             yield
     finally:
         with torch.no_grad():
@@ -82,7 +82,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(torch.equal(a, b))
 
 
-def _devices(tensors: list[Tensor]) -> list[int]:
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+def random_devices(tensors: list[Tensor]) -> list[int]:
+    """CUDA devices whose random state a run on `tensors` may move."""
+    if not torch.cuda.is_available() or not any(t.is_cuda for t in tensors):
         return []
-    return sorted({t.device.index or 0 for t in tensors if t.device.type == "cuda"} | {torch.cuda.current_device()})
+    return sorted({t.get_device() for t in tensors if t.is_cuda} | {torch.cuda.current_device()})

@@ -1,0 +1,96 @@
+"""Use Dynamo for one capture without a trace: its settings, counters and the code it cached are put back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from dataclasses import field
+from typing import Any
+
+from fusescout.capture.encode import shorten
+from fusescout.session import GraphBreak
+
+SETTINGS = {
+    "specialize_int": True,
+    "specialize_float": True,
+    "automatic_dynamic_shapes": False,
+    "suppress_errors": False,
+    "recompile_limit": 256,
+    "accumulated_recompile_limit": 4096,
+}
+"""Every shape and number is fixed, and all graphs of one call are kept, however many."""
+
+
+@dataclass
+class Notes:
+    """What Dynamo said during a capture; complete once the context is left."""
+
+    breaks: list[GraphBreak] = field(default_factory=list)
+
+
+@contextmanager
+def fixed_shapes(backend: Any) -> Iterator[Notes]:
+    """Dynamo for captures with `backend`."""
+    from torch._dynamo import config
+    from torch._dynamo import output_graph
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.utils import counters
+
+    notes = Notes()
+    reasons: list[Any] = vars(output_graph)["graph_break_reasons"]
+    logger = logging.getLogger("torch._dynamo")
+    level, already = logger.level, len(reasons)
+    saved = {kind: counter.copy() for kind, counter in counters.items()}
+    counters.clear()
+    logger.setLevel(logging.ERROR)
+    try:
+        with config.patch(SETTINGS):
+            yield notes
+    finally:
+        logger.setLevel(level)
+        notes.breaks = _breaks(reasons[already:], counters.get("graph_break", {}))
+        del reasons[already:]
+        counters.clear()
+        counters.update(saved)
+        for reference in list(input_codes.seen):
+            code = reference()
+            if code is not None:
+                _forget(code, backend)
+
+
+def _breaks(reasons: list[Any], counted: Any) -> list[GraphBreak]:
+    """Each break once, in order; those that Dynamo only counted have no place."""
+    placed = [GraphBreak(reason=_headline(r.reason), where=_place(r.user_stack)) for r in reasons]
+    known = {b.reason for b in placed}
+    silent = [GraphBreak(reason=_headline(r)) for r in counted if _headline(r) not in known]
+    return list({(b.reason, b.where): b for b in (*placed, *silent)}.values())
+
+
+def _headline(reason: str) -> str:
+    lines = [line.strip() for line in reason.strip().splitlines()] or [""]
+    explanation = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation:")), "")
+    return f"{lines[0]}: {explanation}" if explanation else lines[0]
+
+
+def _place(stack: Any) -> str:
+    if not stack:
+        return ""
+    frame = stack[-1]
+    return f"{shorten(frame.filename)}:{frame.lineno} in {frame.name}"
+
+
+def _forget(code: Any, backend: Any) -> None:
+    """Drop what Dynamo compiled for `backend` from a code object, and only that.
+
+    After a graph break Dynamo compiles functions of the user's, whose code may also hold the user's own compilations.
+    """
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    for entry in _debug_get_cache_entry_list(code):
+        if entry.backend is backend:
+            manager = entry.guard_manager
+            if manager.extra_state is not None:
+                manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("the capture is over"))
