@@ -1,4 +1,4 @@
-"""Reports: one function, `render(session, format)`, and one file per format. Everything shown comes from the `Session`."""
+"""Reports: `render(session, format)`, one file per format. All that is shown comes from the `Session`."""
 
 from fusescout.report.base import format_of
 from fusescout.report.base import formats

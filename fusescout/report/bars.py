@@ -36,7 +36,9 @@ def bar(interval: Interval | None, full: float, style: str = "") -> Markup:
     if cut:
         shape += Markup('<rect class="gap" x="92" y="4" height="12" width="2"/>')
     elif math.isfinite(interval.low) and math.isfinite(interval.high):
-        shape += Markup('<path class="whisker" d="M{0} 10H{1}M{0} 6V14M{1} 6V14"/>').format(low, high)
+        shape += Markup('<path class="halo" d="{0}"/><path class="whisker" d="{0}"/>').format(
+            f"M{low} 10H{high}M{low} 6V14M{high} 6V14"
+        )
     return Markup(
         '<svg class="bar" viewBox="0 0 100 20" preserveAspectRatio="none" aria-hidden="true">{}</svg>'
     ).format(shape)

@@ -10,28 +10,32 @@ from markupsafe import Markup
 
 from fusescout.report import facts
 from fusescout.report import numbers as n
+from fusescout.report.opgraph import Box
 from fusescout.report.opgraph import Collapsed
 
-WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN, LANE = 282, 26, 16, 22, 22, 9
+WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN, LANE, HEAD = 282, 26, 16, 22, 22, 9, 16
 COLUMNS, LANES, LABEL_CHARS = 4, 8, 26
 
-Place = tuple[int, int]
-"""(row, left edge in pixels)."""
+Place = tuple[int, int, int]
+"""(row, left edge, top edge), the edges in pixels."""
 
 
 def draw(graph: Collapsed, accepted: Set[str] = frozenset()) -> Markup:
-    """The graph as one `<svg>`; each box links to `#box-<index>`. Ids in `accepted` stand out. Empty graphs give nothing."""
+    """The graph as one `<svg>`, or nothing for an empty one.
+
+    Each box links to `#box-<index>`; ids of candidates in `accepted` stand out.
+    """
     if not graph.boxes:
         return Markup("")
     places = _layout(graph)
     lanes = _lanes(graph, places)
-    side = max(x for _, x in places) + WIDTH
+    side = max(x for _, x, _ in places) + WIDTH
     width = side + MARGIN + LANE * (1 + max(lanes.values(), default=0))
-    height = _top(max(row for row, _ in places)) + HEIGHT + MARGIN
-    shapes = [_frame(places, fold, side) for fold in graph.folds]
+    height = max(y for _, _, y in places) + HEIGHT + MARGIN
+    shapes = [_frame(places, fold, width - 6) for fold in graph.folds]
     shapes += [_edge(places, edge, lanes.get(edge), side) for edge in graph.edges]
     hottest = max(box.share for box in graph.boxes)
-    shapes += [_box(graph, k, places[k], hottest, accepted) for k in range(len(graph.boxes))]
+    shapes += [_box(box, k, places[k], hottest, accepted) for k, box in enumerate(graph.boxes)]
     return Markup(
         '<svg class="graph" role="group" aria-label="Op graph, {} boxes; the same boxes are listed below as text" '
         'width="{}" height="{}" viewBox="0 0 {} {}">{}</svg>'
@@ -46,9 +50,12 @@ def _layout(graph: Collapsed) -> list[Place]:
     starts, ends = {f[0] for f in graph.folds}, {f[1] for f in graph.folds}
     rows: list[list[int]] = []
     row_of: list[int] = []
+    heads: set[int] = set()
     floor = 0
     for k in range(len(graph.boxes)):
-        floor = len(rows) if k in starts else floor
+        if k in starts:
+            floor = len(rows)
+            heads.add(floor)
         row = max([floor, *(row_of[source] + 1 for source in before[k])])
         while row < len(rows) and len(rows[row]) >= COLUMNS:
             row += 1
@@ -59,7 +66,12 @@ def _layout(graph: Collapsed) -> list[Place]:
         floor = len(rows) if k in ends else floor
     widest = max(len(row) for row in rows)
     left = {k: MARGIN + (2 * x + widest - len(row)) * (WIDTH + GAP_X) // 2 for row in rows for x, k in enumerate(row)}
-    return [(row_of[k], left[k]) for k in range(len(graph.boxes))]
+    tops, top = [], MARGIN
+    for row in range(len(rows)):
+        top += HEAD if row in heads else 0
+        tops.append(top)
+        top += HEIGHT + GAP_Y
+    return [(row_of[k], left[k], tops[row_of[k]]) for k in range(len(graph.boxes))]
 
 
 def _lanes(graph: Collapsed, places: list[Place]) -> Mapping[tuple[int, int], int]:
@@ -75,38 +87,32 @@ def _lanes(graph: Collapsed, places: list[Place]) -> Mapping[tuple[int, int], in
     return lanes
 
 
-def _top(row: int) -> int:
-    return MARGIN + row * (HEIGHT + GAP_Y)
-
-
-def _frame(places: list[Place], fold: tuple[int, int, int], side: int) -> Markup:
+def _frame(places: list[Place], fold: tuple[int, int, int], right: int) -> Markup:
     first, last, times = fold
-    rows = [places[k][0] for k in range(first, last + 1)]
-    top = _top(min(rows)) - GAP_Y // 2
-    height = _top(max(rows)) + HEIGHT + GAP_Y // 2 - top
+    tops = [places[k][2] for k in range(first, last + 1)]
+    top = min(tops) - GAP_Y // 2 - HEAD + 4
+    height = max(tops) + HEIGHT + GAP_Y // 2 - 3 - top
     return Markup(
         '<rect class="fold" x="6" y="{}" width="{}" height="{}" rx="4"/><text class="times" x="14" y="{}">× {}</text>'
-    ).format(top, side - 6 + MARGIN // 2, height, top + 16, times)
+    ).format(top, right - 6, height, top + 16, times)
 
 
 def _edge(places: list[Place], edge: tuple[int, int], lane: int | None, side: int) -> Markup:
-    (row, left), (below, target_left) = places[edge[0]], places[edge[1]]
+    (_, left, top), (_, to_left, to_top) = places[edge[0]], places[edge[1]]
     if lane is None:
-        x, y, to_x, to_y = left + WIDTH // 2, _top(row) + HEIGHT, target_left + WIDTH // 2, _top(below)
-        middle = (y + to_y) // 2
-        return Markup('<path class="edge" d="M{0} {1}C{0} {2} {3} {2} {3} {4}"/>').format(x, y, middle, to_x, to_y)
-    x, y, to_x, to_y = left + WIDTH, _top(row) + HEIGHT // 2, target_left + WIDTH, _top(below) + HEIGHT // 2
-    out = side + MARGIN // 2 + 4 + LANE * lane
+        x, y, to_x = left + WIDTH // 2, top + HEIGHT, to_left + WIDTH // 2
+        shape = Markup('<path class="edge" d="M{0} {1}C{0} {2} {3} {2} {3} {4}"/>')
+        return shape.format(x, y, (y + to_top) // 2, to_x, to_top)
+    x, y, to_x, to_y = left + WIDTH, top + HEIGHT // 2, to_left + WIDTH, to_top + HEIGHT // 2
+    out = side + MARGIN // 2 + LANE * lane
     return Markup('<path class="edge" d="M{0} {1}H{2}Q{3} {1} {3} {4}V{5}Q{3} {6} {2} {6}H{7}"/>').format(
         x, y, out - 5, out, y + 5, to_y - 5, to_y, to_x
     )
 
 
-def _box(graph: Collapsed, index: int, place: Place, hottest: float, accepted: Set[str]) -> Markup:
-    box = graph.boxes[index]
-    (row, x), y = place, _top(place[0])
+def _box(box: Box, index: int, place: Place, hottest: float, accepted: Set[str]) -> Markup:
+    _, x, y = place
     heat = round(0.6 * (max(box.share, 0.0) / hottest) ** 0.7, 3) if hottest > 0 else 0
-    label = ".".join((facts.clean(box.label) or "(top level)").split(".")[-2:])
     ids = Markup("").join(
         Markup('<tspan class="{}">{} </tspan>').format(
             "best" if i in accepted else "quiet", facts.shorten(facts.clean(i), 5)
@@ -114,27 +120,28 @@ def _box(graph: Collapsed, index: int, place: Place, hottest: float, accepted: S
         for i in box.candidates[:3]
     )
     title = f"{facts.clean(box.label)}: {facts.chain_text([op.op for op in box.ops])}, {n.duration(box.time_us)}"
+    frame = Markup('x="{}" y="{}" width="{}" height="{}" rx="3"').format(x, y, WIDTH, HEIGHT)
     return Markup(
-        '<a href="#box-{}"><title>{}</title><rect class="paper" x="{}" y="{}" width="{}" height="{}" rx="3"/>'
-        '<rect class="box" x="{}" y="{}" width="{}" height="{}" rx="3" fill-opacity="{}"/><text x="{}" y="{}">{}</text>'
-        '<text class="right" x="{}" y="{}">{}{}</text></a>'
+        '<a href="#box-{}"><title>{}</title><rect class="paper" {}/><rect class="box" {} fill-opacity="{}"/>'
+        '<text x="{}" y="{}">{}</text><text class="right" x="{}" y="{}">{}{}</text></a>'
     ).format(
         index,
         title,
-        x,
-        y,
-        WIDTH,
-        HEIGHT,
-        x,
-        y,
-        WIDTH,
-        HEIGHT,
+        frame,
+        frame,
         heat,
         x + 8,
         y + 17,
-        facts.shorten(label, LABEL_CHARS),
+        _label(box.label),
         x + WIDTH - 8,
         y + 17,
         ids,
         n.percent(box.share),
     )
+
+
+def _label(path: str) -> str:
+    """The end of a module path: two parts with a name."""
+    parts = facts.clean(path).split(".") if "…" not in path else [facts.clean(path)]
+    keep = next((k for k in range(2, len(parts)) if not (parts[-k] == "*" or parts[-k].isdigit())), len(parts))
+    return facts.shorten(".".join(parts[-keep:]) or "(top level)", LABEL_CHARS)

@@ -27,6 +27,7 @@ from fusescout.session import Site
 
 SMALL = 0.01
 """Rows below this share of the total are folded into one."""
+MAX_OP = 60
 STATUS_ORDER = ("accepted", "dropped", "kept", "not raced")
 INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -81,7 +82,7 @@ def chain_text(chain: Sequence[str], limit: int = 12) -> str:
             runs[-1] = (op, runs[-1][1] + 1)
         else:
             runs.append((op, 1))
-    words = [clean(op) if count == 1 else f"{clean(op)} ×{count}" for op, count in runs]
+    words = [shorten(clean(op), MAX_OP) + (f" ×{count}" if count > 1 else "") for op, count in runs]
     if len(words) > limit:
         head = limit // 2
         words = [*words[:head], f"… {len(words) - 2 * head} more …", *words[-head:]]
@@ -162,6 +163,14 @@ def ways(session: Session) -> list[Way]:
     return [replace(w, best=clear and w is first) for w in found]
 
 
+def noise(session: Session) -> str:
+    """How far the same model is from itself, or "" if that was not measured."""
+    floor = session.end_to_end.noise if session.end_to_end else None
+    if floor is None or math.isnan(floor.low + floor.high):
+        return ""
+    return f"Noise floor, the model against itself: {n.percent(max(abs(floor.low - 1), abs(floor.high - 1)))}."
+
+
 def speedup_text(interval: Interval | None) -> str:
     """ "1.23× [1.20–1.26]", plus "no difference" where 1.0 lies inside."""
     return n.speedup(interval) + (", no difference" if n.undecided(interval) else "")
@@ -227,7 +236,8 @@ def coverage(session: Session) -> str:
         return "No kernel time was recorded, so nothing can be attributed."
     what = "GPU" if session.environment.device_kind == "cuda" else "operator"
     unlinked = f"; {n.duration(p.unlinked_us)} unlinked" if p.unlinked_us else ""
-    return f"{n.percent(p.coverage)} of {what} time attributed to captured operators ({n.duration(p.attributed_us)}{unlinked})."
+    attributed = f"{n.duration(p.attributed_us)}{unlinked}"
+    return f"{n.percent(p.coverage)} of {what} time attributed to captured operators ({attributed})."
 
 
 def host_bound(session: Session) -> str:

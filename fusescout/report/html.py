@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from functools import cache
 
 from jinja2 import Environment
@@ -22,7 +23,8 @@ from fusescout.report import numbers
 from fusescout.report import opgraph
 from fusescout.session import Session
 
-MAX_OPS_PER_BOX, MAX_CARDS = 40, 60
+MAX_OPS_PER_BOX, MAX_CARDS, MAX_NAME = 40, 60, 32
+INTERVAL = re.compile(r"(\S+) \[([^\s–]+)–([^\s–]+)\]")
 PROSE_SETTINGS = frozenset({"policy", "include_source", "run_dir"})
 
 
@@ -81,8 +83,11 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     environment.filters["clean"] = facts.clean
+    environment.filters["name"] = lambda text: facts.shorten(facts.clean(text), MAX_NAME)
+    environment.filters["keep"] = _unbroken
     return environment
 
 
@@ -92,6 +97,11 @@ def _asset(name: str) -> Markup:
     loader = _environment().loader
     assert loader is not None
     return Markup(loader.get_source(_environment(), name)[0])
+
+
+def _unbroken(text: str) -> str:
+    """No line break inside "1.14× [1.13–1.15]"."""
+    return INTERVAL.sub("\\1\u00a0[\\2\u2060–\u2060\\3]", text)
 
 
 def _hash(script: str) -> str:

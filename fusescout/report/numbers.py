@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 
 from fusescout.session import Interval
 
@@ -27,7 +28,7 @@ class Unit:
 
     def interval(self, interval: Interval | None) -> str:
         """ "61.8 [61.5–62.1]", without the unit's name."""
-        return NOTHING if interval is None else _bracket(interval, self.size, "")
+        return NOTHING if interval is None or math.isnan(interval.mid) else _bracket(interval, self.size, "")
 
 
 TIMES = (Unit("µs", 1.0), Unit("ms", 1e3), Unit("s", 1e6))
@@ -50,7 +51,7 @@ def significant(value: float, digits: int = 3) -> str:
         return "∞" if value > 0 else "-∞"
     if value == 0:
         return "0"
-    return f"{round(value, _decimals(value, digits)):,.{max(0, _decimals(value, digits))}f}"
+    return f"{_rounded(value, digits):,f}"
 
 
 def duration(us: float | None) -> str:
@@ -81,7 +82,7 @@ def speedup(interval: Interval | None) -> str:
 
 def undecided(interval: Interval | None) -> bool:
     """Whether 1.0 lies in the interval: no difference was shown."""
-    return interval is not None and interval.low <= 1.0 <= interval.high
+    return interval is not None and not math.isnan(interval.mid) and interval.low <= 1.0 <= interval.high
 
 
 def percent(share: float | None) -> str:
@@ -115,7 +116,7 @@ def _with_unit(value: float, units: tuple[Unit, ...]) -> str:
 def _bracket(interval: Interval, size: float, unit: str) -> str:
     """Middle and ends with equally many decimals, so that they can be compared by eye."""
     mid = interval.mid / size
-    places = max(0, _decimals(mid, 3)) if math.isfinite(mid) and mid else 2
+    places = max(0, -int(_rounded(mid, 3).as_tuple().exponent)) if math.isfinite(mid) and mid else 2
 
     def show(value: float) -> str:
         return f"{value / size:,.{places}f}" if math.isfinite(value) else significant(value)
@@ -123,9 +124,6 @@ def _bracket(interval: Interval, size: float, unit: str) -> str:
     return f"{show(interval.mid)}{unit} [{show(interval.low)}–{show(interval.high)}]"
 
 
-def _decimals(value: float, digits: int) -> int:
-    """Decimals that leave `digits` significant ones; 9.999 counts as 10.0."""
-    exponent = math.floor(math.log10(abs(value)))
-    if round(abs(value) / 10.0**exponent, digits - 1) >= 10:
-        exponent += 1
-    return digits - 1 - exponent
+def _rounded(value: float, digits: int) -> Decimal:
+    """The value with `digits` significant digits, trailing zeros kept."""
+    return Decimal(f"{value:.{digits - 1}e}")

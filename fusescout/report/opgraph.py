@@ -50,21 +50,24 @@ Fold = tuple[int, int, int]
 
 
 def collapse(session: Session) -> Collapsed:
-    """The deepest level of modules that still makes a readable number of boxes."""
+    """The deepest level of modules that still makes a readable number of boxes; single operators without modules."""
     ops = session.profile.ops
     depth = max((op.module.count(".") + 1 for op in ops if op.module), default=0)
-    while True:
+    segments = _segments(ops, depth)
+    folds = _folds([_signature(s, depth) for s in segments])
+    while depth > 1 and _count(folds) > GOOD_BOXES:
+        depth -= 1
         segments = _segments(ops, depth)
         folds = _folds([_signature(s, depth) for s in segments])
-        count = sum(period for _, period, _ in folds)
-        if count <= GOOD_BOXES or depth == 0 or (count <= MAX_BOXES and depth == 1):
-            break
-        depth -= 1
-    while count > MAX_BOXES:
-        segments = [[*a, *b] for a, b in zip(segments[::2], [*segments[1::2], []], strict=False)]
+    if _count(folds) > MAX_BOXES:
+        size = math.ceil(len(segments) / GOOD_BOXES)
+        segments = [[op for s in segments[k : k + size] for op in s] for k in range(0, len(segments), size)]
         folds = [(k, 1, 1) for k in range(len(segments))]
-        count = len(folds)
     return _boxes(session, segments, folds, depth)
+
+
+def _count(folds: list[Fold]) -> int:
+    return sum(period for _, period, _ in folds)
 
 
 def _boxes(session: Session, segments: list[list[OpRow]], folds: list[Fold], depth: int) -> Collapsed:
@@ -84,7 +87,7 @@ def _boxes(session: Session, segments: list[list[OpRow]], folds: list[Fold], dep
             members = [op for call in calls for op in call]
             for turn, call in enumerate(calls):
                 home.update({(op.graph, op.node): (len(boxes), turn) for op in call})
-            label = _prefix(calls[0][0].module, depth)
+            label = _label(calls[0], depth)
             ids = dict.fromkeys(i for op in members for i in candidates.get((op.graph, op.node), ()))
             boxes.append(
                 Box(
@@ -105,24 +108,30 @@ def _boxes(session: Session, segments: list[list[OpRow]], folds: list[Fold], dep
 
 
 def _segments(ops: Sequence[OpRow], depth: int) -> list[list[OpRow]]:
-    """Runs of operators in the same module of this depth, in graph order."""
+    """Runs of operators in the same module of this depth, in graph order; depth 0 keeps operators single."""
     runs: list[list[OpRow]] = []
     for op in ops:
-        last = runs[-1][-1] if runs else None
-        if last and last.graph == op.graph and _prefix(last.module, depth) == _prefix(op.module, depth):
+        last = runs[-1][-1] if runs and depth else None
+        if last and last.graph == op.graph and _prefix(last, depth) == _prefix(op, depth):
             runs[-1].append(op)
         else:
             runs.append([op])
     return runs
 
 
-def _prefix(module: str, depth: int) -> str:
-    return ".".join(module.split(".")[:depth])
+def _prefix(op: OpRow, depth: int) -> str:
+    return ".".join(op.module.split(".")[:depth]) if depth else op.op
+
+
+def _label(segment: list[OpRow], depth: int) -> str:
+    """The module all operators are in, or the first and the last of several."""
+    first, last = _prefix(segment[0], depth), _prefix(segment[-1], depth)
+    return first if first == last else f"{first} … {last}"
 
 
 def _signature(segment: list[OpRow], depth: int) -> str:
     """Equal for segments that differ in layer numbers only."""
-    return "\n".join([str(segment[0].graph), pattern(_prefix(segment[0].module, depth)), *(op.op for op in segment)])
+    return "\n".join([str(segment[0].graph), pattern(_prefix(segment[0], depth)), *(op.op for op in segment)])
 
 
 def _folds(signatures: list[str]) -> list[Fold]:
