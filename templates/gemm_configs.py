@@ -2,14 +2,26 @@
 
 import math
 
-from fusescout.device import Device
 from fusescout.templates.gemm_problem import Problem
+
+from fusescout.device import Device
 
 HOPPER = ("sm_90", "sm_90a")
 SHARED_BYTES = 227 * 1024
 MMA_PER_CLOCK = 2048
 """16-bit multiply-adds per clock of one multiprocessor's tensor cores."""
-COSTLY = {"gelu": 26, "silu": 14, "sigmoid": 13, "tanh": 20, "exp": 12, "erf": 28, "softplus": 30, "mish": 40, "div": 8, "pow": 30}
+COSTLY = {
+    "gelu": 26,
+    "silu": 14,
+    "sigmoid": 13,
+    "tanh": 20,
+    "exp": 12,
+    "erf": 28,
+    "softplus": 30,
+    "mish": 40,
+    "div": 8,
+    "pow": 30,
+}
 """Clocks for 128 elements of an epilogue operator; one that is not listed takes about two."""
 
 # schedule, BM, BN, BK, stages, extra. Shared memory decides what fits; the cost model what comes first.
@@ -38,7 +50,8 @@ WARP_SPECIALISED = (
     ("auto", 64, 64, 128, 4, {"threads": 128}),
 )
 GENERIC = tuple(
-    ("auto", bm, bn, 32, stages, {"threads": 128, "policy": "Square"}) for bm, bn, stages in ((128, 128, 3), (128, 64, 3), (64, 64, 4))
+    ("auto", bm, bn, 32, stages, {"threads": 128, "policy": "Square"})
+    for bm, bn, stages in ((128, 128, 3), (128, 64, 3), (64, 64, 4))
 )
 FEW_ROWS = tuple(
     ("auto", bm, bn, bk, stages, {"threads": 128, "policy": "FullCol"})
@@ -62,7 +75,16 @@ def space(problem: Problem, device: Device) -> list:
 
 def _config(shape: tuple, device: Device) -> dict:
     schedule, bm, bn, bk, stages, extra = shape
-    config = {"schedule": schedule, "BM": bm, "BN": bn, "BK": bk, "stages": stages, "threads": 256, "policy": "FullRow", **extra}
+    config = {
+        "schedule": schedule,
+        "BM": bm,
+        "BN": bn,
+        "BK": bk,
+        "stages": stages,
+        "threads": 256,
+        "policy": "FullRow",
+        **extra,
+    }
     if schedule in ("roles", "coop", "pingpong"):
         config["grid"] = max(device.cores, 1) * config.get("ctas", 1)
         config["group"] = 8
@@ -76,7 +98,7 @@ def _fits(p: Problem, c: dict) -> bool:
     shared = loads + buffers * c["BM"] * c["BN"] * 2
     warpgroups = 1 if c["schedule"] == "pingpong" else c["threads"] // 128
     registers = c["BM"] * c["BN"] * (2 * gemms + outputs - 1) // (2 * 128 * warpgroups)
-    if c["schedule"] == "roles" and p.K <= c["BK"]:
+    if c["schedule"] == "roles" and c["BK"] >= p.K:
         return False  # a pipelined loop of one trip
     if c["BM"] < 64 and c["BM"] // 2 >= p.M > 8:
         return False  # a smaller tile does
@@ -93,7 +115,11 @@ def clocks(p: Problem, c: dict, device: Device) -> float:
     mma = elements * gemms * c["BK"] / MMA_PER_CLOCK
     load = (c["BM"] + gemms * c["BN"]) * c["BK"] * 2 / 48
     main = steps * max(mma / EFFICIENCY[c["schedule"]], load) + 600
-    tail = 2 + sum(COSTLY.get(p.graph.op_of(v).name, 2) for v in p.epilogue) + 4 * sum(o.kind not in ("row", "scalar") for o in p.operands)
+    tail = (
+        2
+        + sum(COSTLY.get(p.graph.op_of(v).name, 2) for v in p.epilogue)
+        + 4 * sum(o.kind not in ("row", "scalar") for o in p.operands)
+    )
     tail = elements * tail / 128 + elements * 2 * len(p.outputs) / 32
     waves = math.ceil(tiles / sms)
     if p.M <= 64:  # the weight's bytes decide: many blocks, deep loads

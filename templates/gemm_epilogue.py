@@ -1,8 +1,5 @@
 """GEMM with any pointwise epilogue: linear, addmm, mm or matmul, then bias, activation, residual, scale, casts, …"""
 
-from fusescout.device import Device
-from fusescout.ir import Subgraph
-from fusescout.template import Kernel
 from fusescout.templates import gemm_problem
 from fusescout.templates.dialect import HALF
 from fusescout.templates.dialect import dialect_for
@@ -11,6 +8,10 @@ from fusescout.templates.gemm_configs import space
 from fusescout.templates.gemm_problem import Refused
 from fusescout.templates.gemm_source import Writer
 from fusescout.templates.source import build
+
+from fusescout.device import Device
+from fusescout.ir import Subgraph
+from fusescout.template import Kernel
 
 NAME = "gemm_epilogue"
 FAMILY = "gemm_epilogue"

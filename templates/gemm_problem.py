@@ -108,7 +108,12 @@ def read(graph: Subgraph, gemms: int = 1) -> Problem:
     weights, bias = [w], [biases]
     for anchor in anchors[1:]:
         other_x, other_w, other_transposed, other_bias, *scales = _gemm(graph, anchor)
-        if other_x != x or replace(other_w, input=w.input) != w or other_transposed != transposed or scales != [1.0, 1.0]:
+        if (
+            other_x != x
+            or replace(other_w, input=w.input) != w
+            or other_transposed != transposed
+            or scales != [1.0, 1.0]
+        ):
             raise Refused("its matrix products differ in input, shape or layout")
         weights.append(other_w)
         bias.append(other_bias)
@@ -117,9 +122,7 @@ def read(graph: Subgraph, gemms: int = 1) -> Problem:
     n = w.rows if transposed else w.columns
     spaces = _spaces(graph, anchors, main, epilogue, bias)
     used = {i for k in epilogue for i in _op(plain, k).inputs} | {b for b in bias if b is not None}
-    operands = tuple(
-        _operand(graph, v, spaces) for v in sorted(used) if v not in main and v not in epilogue
-    )
+    operands = tuple(_operand(graph, v, spaces) for v in sorted(used) if v not in main and v not in epilogue)
     outputs = tuple(_output(graph, v, main, x.rows, n) for v in graph.outputs)
     return Problem(
         x.rows, n, x.columns, x, tuple(weights), transposed, anchors, tuple(bias), alpha, beta, operands, outputs, plain, epilogue
@@ -208,7 +211,9 @@ def _without_views(graph: Subgraph, anchors: tuple, main: frozenset, n: int):
     ops, epilogue = [], []
     for k, op in enumerate(graph.ops):
         value = len(graph.inputs) + k
-        ops.append(Op(op.target, substitute(op.args, name), tuple((a, substitute(b, name)) for a, b in op.kwargs), op.out))
+        ops.append(
+            Op(op.target, substitute(op.args, name), tuple((a, substitute(b, name)) for a, b in op.kwargs), op.out)
+        )
         if value in anchors:
             continue
         if value in main and any(i in anchors for i in op.inputs) and op.name in GEMMS:

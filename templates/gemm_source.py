@@ -1,13 +1,14 @@
 """Writes the TileLang source of one GEMM kernel: constants, parameters, and the blocks a schedule leaves open."""
 
-from fusescout.ir import FLOATS
-from fusescout.template import Param
 from fusescout.templates import gemm_schedules as schedules
 from fusescout.templates.dialect import HALF
 from fusescout.templates.dialect import Dialect
 from fusescout.templates.expression import emit
 from fusescout.templates.gemm_problem import Operand
 from fusescout.templates.gemm_problem import Problem
+
+from fusescout.ir import FLOATS
+from fusescout.template import Param
 
 ROLE_BASED = {"tl.enable_auto_warp_specialization": "role_based"}
 NO_REUSE = {"tl.disable_shared_memory_reuse": True}
@@ -104,7 +105,7 @@ class Writer:
             into = f"a0{suffix}" if k == last else f"o{k}_f{suffix}"
             value = value if k == last else self.d.store(value, o.dtype)
             if body or value != accs[0]:
-                lines += [f"for i, j in T.Parallel(BM, BN):", *(f"    {b}" for b in body), f"    {into}[i, j] = {value}"]
+                lines += ["for i, j in T.Parallel(BM, BN):", *(f"    {b}" for b in body), f"    {into}[i, j] = {value}"]
             tile = f"y{k}[row, col]"
             if not self.staged[k]:
                 lines.append(f"T.copy({into}, {tile})")
@@ -118,7 +119,11 @@ class Writer:
                 continue
             lines += ["T.fence_proxy_async()", f"T.tma_copy(y_s{suffix}, y{k}[row : row + BM, col : col + BN])"]
             if self.residual is not None:
-                lines += [f"if T.shuffle_elect({threads}):", "    T.tma_store_wait(0)", f"    T.mbarrier_arrive(taken[{suffix or 0}])"]
+                lines += [
+                    f"if T.shuffle_elect({threads}):",
+                    "    T.tma_store_wait(0)",
+                    f"    T.mbarrier_arrive(taken[{suffix or 0}])",
+                ]
         return lines
 
     def _preload(self, suffix: str = "") -> list:
@@ -180,14 +185,15 @@ class Writer:
         """The producer's load of the residual tile, into the staging buffer that the store before last has left."""
         if self.residual is None:
             return []
-        copy = (
-            f"T.tma_copy(e{self.residual}[row : row + BM, col : col + BN], y_s{{}}, barrier=arrived[{{}}], "
-            'annotations={"emit_arrive": 1})'
-        )
+
+        def copy(buffer: str, barrier: int) -> str:
+            tile = f"e{self.residual}[row : row + BM, col : col + BN]"
+            return f'T.tma_copy({tile}, y_s{buffer}, barrier=arrived[{barrier}], annotations={{"emit_arrive": 1}})'
+
         if suffixes == [""]:
-            return ["T.mbarrier_wait_parity(taken[0], (t & 1) ^ 1)", copy.format("", 0)]
+            return ["T.mbarrier_wait_parity(taken[0], (t & 1) ^ 1)", copy("", 0)]
         wait = "T.mbarrier_wait_parity(taken[t % 2], ((t // 2) & 1) ^ 1)"
-        return [wait, "if t % 2 == 0:", "    " + copy.format(0, 0), "else:", "    " + copy.format(1, 1)]
+        return [wait, "if t % 2 == 0:", f"    {copy('0', 0)}", "else:", f"    {copy('1', 1)}"]
 
     # ---- schedules --------------------------------------------------------------------------------------------
 
@@ -210,7 +216,7 @@ class Writer:
         return "\n".join(lines) + "\n"
 
     def _loop(self) -> str:
-        once = self.p.K <= self.c["BK"]  # a pipelined loop of one trip hangs under warp specialisation
+        once = self.c["BK"] >= self.p.K  # a pipelined loop of one trip hangs under warp specialisation
         return "T.serial(1)" if once else "T.Pipelined(T.ceildiv(K, BK), num_stages=STAGES)"
 
     def _hints(self) -> list:
@@ -234,7 +240,7 @@ class Writer:
     def _roles(self) -> str:
         return schedules.RASTER + schedules.fill(
             schedules.ROLES,
-            allocate=self._weights() + self._fragments(), hints=self._hints(),
+            allocate=self._weights() + self._fragments(), hints=self._hints(), loop=self._loop(),
             clear=[f"T.clear(a{g})" for g in range(self.gemms)], load=self._load(), mma=self._mma(),
             preload=self._preload(), epilogue=self._epilogue(),
         )  # fmt: skip
@@ -245,7 +251,10 @@ class Writer:
             swizzle = ", ".join(f"y_s{s}: make_swizzled_layout(y_s{s})" for s in suffixes)
             fragments.append(f"T.annotate_layout({{{swizzle}}})")
         if self.residual is not None:
-            barriers = [*barriers, *(f"{name} = T.alloc_barrier([1] * {len(suffixes)})" for name in ("arrived", "taken"))]
+            barriers = [
+                *barriers,
+                *(f"{name} = T.alloc_barrier([1] * {len(suffixes)})" for name in ("arrived", "taken")),
+            ]
         head = f"from tilelang.layout import make_swizzled_layout\n\nRELEASES = {releases}  # one per consumer warp\n"
         return head + schedules.RASTER + schedules.fill(
             schedules.MANUAL,

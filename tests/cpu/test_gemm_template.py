@@ -1,0 +1,185 @@
+"""The GEMM templates: what they cover, the numbers on the CPU target, and the Hopper schedules' generated code."""
+
+import re
+
+import pytest
+import torch
+from fusescout.templates import gated_mlp
+from fusescout.templates import gemm_epilogue
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from fusescout import reference
+from fusescout.capture.encode import encode_graph
+from fusescout.contenders.compile_cpu import compile_cpu
+from fusescout.device import Device
+from fusescout.tolerance import Allowance
+
+CPU = Device("cpu", "cpu", "x86_64", 2)
+HOPPER = Device("cuda", "H200", "sm_90a", 132)
+
+
+def subgraph(function, *inputs):
+    """(sub-graph, its inputs in order) of all operators that `function` runs."""
+    graph = encode_graph(make_fx(function, pre_dispatch=True)(*inputs), 0)
+    places = [n.name for n in graph.nodes if not n.is_op]
+    found, names = graph.subgraph([n.name for n in graph.nodes if n.is_op])
+    return found, [inputs[places.index(n)] for n in names]
+
+
+def meta(function, *shapes, dtype=torch.bfloat16):
+    return subgraph(function, *(torch.empty(s, dtype=dtype, device="meta") for s in shapes))[0]
+
+
+def run(template, graph, inputs, folder):
+    kernel = template.kernel(graph, template.configs(graph, CPU)[0], CPU)
+    outputs = [torch.full(o.shape, torch.nan, dtype=getattr(torch, o.dtype)) for o in graph.output_specs]
+    tensors = {"input": inputs, "output": outputs}
+    compile_cpu(kernel, folder, "-O1")(*(tensors[p.role][p.index].as_strided(p.shape, p.stride) for p in kernel.params))
+    return outputs
+
+
+def check(template, function, *inputs, folder):
+    graph, ordered = subgraph(function, *inputs)
+    assert template.supports(graph, CPU) is None
+    outputs = run(template, graph, ordered, folder)
+    eager, truth = reference.build(graph)(ordered), reference.build(graph, "float64")(ordered)
+    for out, e, t in zip(outputs, eager, truth, strict=True):
+        errors = Allowance(e, t, slack=2.0).judge(out)
+        assert errors.ratio <= 1, errors.reason
+
+
+def new_gelu(h):
+    return 0.5 * h * (1.0 + torch.tanh(0.7978845608 * (h + 0.044715 * torch.pow(h, 3.0))))
+
+
+def conv1d(x, w, b):
+    return torch.addmm(b, x.view(-1, x.shape[-1]), w).view(*x.shape[:-1], w.shape[1])
+
+
+X, W, WT, B = (2, 5, 24), (17, 24), (24, 17), (17,)
+CHAINS = {
+    "bias and exact gelu": (lambda x, w, b: F.gelu(F.linear(x, w, b)), X, W, B),
+    "tanh gelu in pieces, Conv1D": (lambda x, w, b: new_gelu(conv1d(x, w, b)), X, WT, B),
+    "Conv1D and residual": (lambda x, w, b, r: conv1d(x, w, b) + r, X, WT, B, (2, 5, 17)),
+    "dropout in eval and residual": (
+        lambda x, w, b, r: F.dropout(F.linear(x, w, b), 0.1, False) + r,
+        X,
+        W,
+        B,
+        (2, 5, 17),
+    ),
+    "position table (1, T, N)": (lambda x, w, b, p: F.linear(x, w, b) + p, X, W, B, (1, 5, 17)),
+    "one row per batch (B, 1, N)": (lambda x, w, b, p: F.linear(x, w, b) * p, X, W, B, (2, 1, 17)),
+    "column (B, T, 1)": (lambda x, w, b, p: F.linear(x, w, b) * p, X, W, B, (2, 5, 1)),
+    "column per position (1, T, 1)": (lambda x, w, b, p: F.linear(x, w, b) * p, X, W, B, (1, 5, 1)),
+    "column per batch (B, 1, 1)": (lambda x, w, b, p: F.linear(x, w, b) * p, X, W, B, (2, 1, 1)),
+    "scalar tensor": (lambda x, w, b, p: F.linear(x, w, b) * p, X, W, B, ()),
+    "before and after the activation": (lambda x, w, b: (h := F.linear(x, w, b), F.silu(h)), X, W, B),
+    "alpha and beta": (lambda x, w, b: torch.addmm(b, x, w, beta=0.5, alpha=2.0).relu(), (7, 24), WT, B),
+    "matrix bias of a square result": (lambda x, w, b: torch.addmm(b, x, w).relu(), (17, 24), WT, (17, 17)),
+    "column bias of a square result": (lambda x, w, b: torch.addmm(b, x, w).relu(), (17, 24), WT, (17, 1)),
+    "transposed weight": (lambda x, w: torch.mm(x, w.t()).sigmoid(), (7, 24), W),
+    "matmul and a computed vector": (lambda x, w, g, b: torch.matmul(x, w) * (1 + g) + b, X, WT, B, B),
+    "residual of another shape": (lambda x, w, b, r: F.linear(x, w, b) + r.view(2, 5, 17), X, W, B, (10, 17)),
+    "no epilogue": (lambda x, w: torch.matmul(x, w), X, WT),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_chain_is_as_close_to_the_truth_as_eager(name, tmp_path):
+    function, *shapes = CHAINS[name]
+    torch.manual_seed(0)
+    check(gemm_epilogue, function, *(torch.randn(s) for s in shapes), folder=tmp_path)
+
+
+SIZES = [(1, 1, 1), (3, 7, 17), (17, 3, 64), (64, 129, 7), (100, 1, 129), (129, 100, 3), (7, 300, 1), (33, 257, 100)]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_odd_sizes(size, tmp_path):
+    m, n, k = size
+    torch.manual_seed(m)
+    inputs = torch.randn(m, k), torch.randn(n, k), torch.randn(n), torch.randn(m, n)
+    check(gemm_epilogue, lambda x, w, b, r: F.relu(F.linear(x, w, b)) + r, *inputs, folder=tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_accumulates_in_float32(dtype, tmp_path):
+    torch.manual_seed(0)
+    inputs = (torch.randn(s).to(dtype) for s in ((9, 300), (20, 300), (20,)))
+    check(gemm_epilogue, lambda x, w, b: F.gelu(F.linear(x, w, b)), *inputs, folder=tmp_path)
+
+
+def test_nan_and_infinity_go_where_eager_lets_them(tmp_path):
+    torch.manual_seed(0)
+    x, w, r = torch.randn(6, 8), torch.randn(5, 8), torch.randn(6, 5)
+    x[0, 0], x[1, 1], r[2, 2], r[3, 3] = torch.nan, torch.inf, torch.nan, -torch.inf
+    check(gemm_epilogue, lambda x, w, r: F.relu(F.linear(x, w) + r), x, w, r, folder=tmp_path)
+
+
+def test_gated_mlp(tmp_path):
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 5, 24), torch.randn(17, 24), torch.randn(17, 24), torch.randn(17)
+    check(gated_mlp, lambda x, g, u, b: F.silu(F.linear(x, g, b)) * F.linear(x, u), *inputs, folder=tmp_path)
+
+
+REFUSED = {
+    "2 matrix products": (lambda x, w, v: F.linear(x, w) * F.linear(x, v), (8, 64), (32, 64), (32, 64)),
+    "not contiguous": (lambda x, w: torch.mm(x.t(), w).relu(), (64, 8), (64, 32)),
+    "reorders": (lambda x, w: F.linear(x, w).transpose(0, 1).relu(), (2, 8, 64), (32, 64)),
+    "regroups its columns": (lambda x, w: F.linear(x, w).view(8, 4, 8).relu(), (8, 64), (32, 64)),
+    "not adjacent": (lambda x, w, r: F.linear(x, w) + r.t(), (8, 64), (32, 64), (32, 8)),
+    "16 bytes": (lambda x, w: F.linear(x, w).relu(), (8, 65), (32, 65)),
+    "pointwise": (lambda x, w: F.linear(x, w).cumsum(-1), (8, 64), (32, 64)),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_it_does_not_cover_has_a_reason(reason):
+    function, *shapes = REFUSED[reason]
+    assert reason in gemm_epilogue.supports(meta(function, *shapes), HOPPER)
+
+
+def test_fp32_on_cuda_is_refused_as_tf32():
+    graph = meta(lambda x, w: F.linear(x, w).relu(), (8, 64), (32, 64), dtype=torch.float32)
+    assert "TF32" in gemm_epilogue.supports(graph, HOPPER)
+    assert gemm_epilogue.supports(graph, CPU) is None
+
+
+def test_configs_are_json_safe_and_start_with_schedules_that_fit_the_shape():
+    big = meta(lambda x, w, b: F.gelu(F.linear(x, w, b)), (8192, 768), (3072, 768), (3072,))
+    few = meta(lambda x, w, b: F.silu(F.linear(x, w, b)), (16, 4096), (4096, 4096), (4096,))
+    first = gemm_epilogue.configs(big, HOPPER)
+    assert len(first) > 8 and {c["schedule"] for c in first[:8]} >= {"pingpong", "coop"}
+    assert gemm_epilogue.configs(few, HOPPER)[0]["BM"] == 16
+    assert all(isinstance(v, int | str) for c in first for v in c.values())
+
+
+def cuda_source(template, graph, schedule):
+    import tilelang
+
+    config = next(c for c in template.configs(graph, HOPPER) if c["schedule"] == schedule)
+    kernel = template.kernel(graph, config, HOPPER)
+    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
+    with tilelang.tvm.transform.PassContext(opt_level=3, config=dict(kernel.pass_configs)), target:
+        return tilelang.lower(kernel.func, target=target).kernel_source
+
+
+@pytest.mark.parametrize("schedule", ["pingpong", "coop", "roles", "auto"])
+@pytest.mark.parametrize("residual", [False, True], ids=["bias", "residual"])
+def test_hopper_schedules_use_the_copy_engine_and_wgmma(schedule, residual):
+    if residual:
+        graph = meta(lambda x, w, b, r: F.linear(x, w, b) + r, (8200, 776), (1536, 776), (1536,), (8200, 1536))
+    else:
+        graph = meta(lambda x, w, b: F.gelu(F.linear(x, w, b)), (8200, 776), (1536, 776), (1536,))
+    source = cuda_source(gemm_epilogue, graph, schedule)
+    assert "wgmma_ss<" in source and "tma_load(" in source and "tma_store(" in source
+    assert source.count("__syncthreads()") == 1, "a second block-wide barrier would dead-lock warp-specialised roles"
+    if schedule in ("pingpong", "coop"):
+        # Before a tile is staged, all threads of its group wait until the last store has left the buffer; before it
+        # is stored, each makes its writes visible to the copy engine and waits for the others.
+        stage = r"__sync_thread_partial\(\d+, \d+\);(?:(?!__sync)[\s\S])*?stmatrix[\s\S]*?fence_proxy_async\(\);\s*"
+        assert len(re.findall(stage + r"tl::__sync_thread_partial\(\d+, \d+\);[\s\S]*?tma_store\(", source)) >= 1
+    if schedule == "pingpong":
+        assert len(re.findall(r"turn\[\d\]\.wait", source)) == len(re.findall(r"turn\[\d\]\.arrive", source)) == 2
