@@ -1,1 +1,51 @@
-"""contenders"""
+"""The ways to run a candidate, by name, cheapest upkeep first. Each is imported only when it's asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+
+from fusescout.contenders.base import Contender
+from fusescout.errors import ContenderFailed
+
+CLASSES = {
+    "eager": "fusescout.contenders.eager:Eager",
+    "framework": "fusescout.contenders.framework:Framework",
+    "inductor": "fusescout.contenders.inductor:Inductor",
+    "tilelang": "fusescout.contenders.tilelang:TileLang",
+}
+NAMES = tuple(CLASSES)
+
+
+def contender_named(name: str, templates: Sequence[str] = (), *, cold: bool = False) -> Contender:
+    """Make one contender.
+
+    Args:
+        name: one of `NAMES`.
+        templates: more template folders, for those that use templates.
+        cold: measure compilations without a warm compiler cache.
+
+    Raises:
+        ContenderFailed: there is none of this name, or a package it needs is missing.
+    """
+    if name not in CLASSES:
+        raise ContenderFailed(f"There is no contender {name}; there are {', '.join(NAMES)}.")
+    module, attribute = CLASSES[name].split(":")
+    try:
+        made = getattr(import_module(module), attribute)
+    except ImportError as error:
+        raise ContenderFailed(f"{name} needs a package that can't be imported ({error}).") from error
+    if name == "tilelang":
+        return made(tuple(templates))  # type: ignore[no-any-return]
+    return made(cold=cold) if name == "inductor" else made()  # type: ignore[no-any-return]
+
+
+def all_contenders(templates: Sequence[str] = (), *, cold: bool = False) -> dict[str, Contender | str]:
+    """Every contender by name; one that can't be imported is the reason why instead."""
+    found: dict[str, Contender | str] = {}
+    for name in NAMES:
+        try:
+            found[name] = contender_named(name, templates, cold=cold)
+        except ContenderFailed as error:
+            found[name] = str(error)
+    return found

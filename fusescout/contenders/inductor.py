@@ -1,0 +1,70 @@
+"""What `torch.compile` makes of the sub-graph."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusescout.contenders import repro
+from fusescout.contenders.base import Built
+from fusescout.contenders.base import Upkeep
+from fusescout.device import Device
+from fusescout.errors import ContenderFailed
+from fusescout.inputs import InputSource
+from fusescout.ir import Subgraph
+from fusescout.reference import to_source
+
+AUTOTUNE = "max-autotune-no-cudagraphs"
+
+
+class Inductor:
+    """`torch.compile(fullgraph=True, dynamic=False)` with the modes that keep launches comparable.
+
+    Args:
+        cold: compile in a cache folder of its own, so that `compile_s` is what a user pays the first time.
+    """
+
+    name = "inductor"
+
+    def __init__(self, cold: bool = False) -> None:
+        self.cold = cold
+
+    def variants(self, graph: Subgraph, device: Device, effort: str) -> list[Mapping[str, Any]] | str:
+        modes = ["default"] if device.kind == "cpu" or effort == "quick" else ["default", AUTOTUNE]
+        return [{"mode": mode} for mode in modes]
+
+    def build(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> Built:
+        """Compile for the captured shapes and run once."""
+        from torch._inductor.utils import fresh_cache
+
+        # Dynamo counts recompilations per code object, so each build needs a function of its own.
+        scope: dict[str, Any] = {"torch": torch}
+        exec(compile(to_source(graph), f"<inductor {graph.key[:12]}>", "exec"), scope)
+        example = InputSource(graph, None, device.kind, 0).make("normal")
+        start = time.perf_counter()
+        try:
+            with fresh_cache() if self.cold else nullcontext(), torch.no_grad():
+                compiled = torch.compile(scope["reference"], fullgraph=True, dynamic=False, mode=variant["mode"])
+                compiled(*example)
+        except Exception as error:  # isolation boundary: Inductor failing is a result of the race
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise ContenderFailed(f"torch.compile failed: {type(error).__name__}: {first[:300]}.") from error
+
+        def run(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return tuple(compiled(*inputs))
+
+        return Built(run, time.perf_counter() - start)
+
+    def upkeep(self, graph: Subgraph, variant: Mapping[str, Any]) -> Upkeep:
+        return Upkeep(1, ("torch.compile",), ("cpu", "cuda"))
+
+    def repro(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> str:
+        mode = variant["mode"]
+        code = f'contender = torch.compile(reference, fullgraph=True, dynamic=False, mode="{mode}")\n'
+        return repro.script(graph, device, f"inductor ({mode})", code)

@@ -1,0 +1,167 @@
+"""Input tensors of a sub-graph for checking and timing, in exactly the strides and alignment it was captured with.
+
+Every tensor gets its own storage. What lies in the storage between and before the tensor's elements is NaN, so a
+kernel that reads where it must not gives itself away, and one that writes there changes bytes that are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fusescout.ir import FLOATS
+from fusescout.ir import Subgraph
+from fusescout.ir import TensorSpec
+
+QUICK = ("captured", "normal", "special")
+"""Cases every variant must pass before it is timed."""
+FULL = ("captured", "normal", "like", "shuffled", "small", "large", "nan", "+inf", "-inf", "constant")
+"""Cases the best variant of a contender must pass."""
+TIMING, FRESH = "captured", "shuffled"
+
+
+def save(path: Path, tensors: Sequence[Tensor]) -> None:
+    """Write the captured inputs of one sub-graph; views are cut out of the storage they share."""
+    torch.save([t.detach().to("cpu", copy=True) for t in tensors], path)
+
+
+def place(value: Tensor, spec: TensorSpec, device: str) -> Tensor:
+    """`value` copied into new memory with the strides and alignment of `spec`."""
+    lead = 0 if spec.aligned else 1
+    span = 0 if spec.numel == 0 else 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True))
+    dtype = getattr(torch, spec.dtype)
+    storage = torch.zeros(lead + span, dtype=dtype, device=device)
+    if dtype.is_floating_point or dtype.is_complex:
+        storage.fill_(float("nan"))
+    view = storage.as_strided(spec.shape, spec.stride, lead)
+    source = value.to(device=device, dtype=dtype).expand(spec.shape)
+    for dim, (n, s) in enumerate(zip(spec.shape, spec.stride, strict=True)):
+        if s == 0 and n > 1:  # one element seen many times: write it once
+            view, source = view.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    if _overlaps(view):
+        offsets = torch.zeros((), dtype=torch.int64, device=device)
+        for n, s in zip(view.shape, view.stride(), strict=True):
+            offsets = offsets[..., None] + torch.arange(n, device=device) * s
+        storage[lead + offsets.flatten()] = source.flatten()
+    else:
+        view.copy_(source)
+    return storage.as_strided(spec.shape, spec.stride, lead)
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """Every byte of the tensor's storage, gaps included, without a copy."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+class InputSource:
+    """Makes the inputs of any case, the same for the same name and seed.
+
+    Args:
+        graph: the sub-graph.
+        captured: values seen at run time, in input order; None where there are none.
+        device: where the tensors live, such as "cpu" or "cuda".
+        seed: base of every random choice.
+    """
+
+    def __init__(self, graph: Subgraph, captured: Sequence[Tensor] | None, device: str, seed: int) -> None:
+        self.graph, self.captured, self.device, self.seed = graph, captured, device, seed
+
+    def names(self, level: str) -> tuple[str, ...]:
+        """Cases of "quick" or "full" that make sense for this sub-graph."""
+        floats = any(s.dtype in FLOATS for s in self.graph.inputs)
+        names: tuple[str, ...] = QUICK if level == "quick" else FULL
+        if self.captured is None:
+            names = tuple(n for n in names if n not in ("captured", "like", "shuffled"))
+        return names if floats else tuple(n for n in names if n in ("captured", "normal", "like", "shuffled"))
+
+    def make(self, case: str, draw: int = 0) -> list[Tensor]:
+        """Inputs of one case. `draw` above 0 gives other values of the same kind and size.
+
+        "captured": as seen · "normal": standard normal · "like": normal with the captured mean and deviation ·
+        "shuffled": the captured values in another order · "small", "large": captured scaled by 1e-3 and 1e3 within the
+        dtype's range · "nan", "+inf", "-inf": one such value in each floating input · "special": all three ·
+        "constant": every row holds one value that needs few bits, so that its sums are exact.
+        """
+        if self.captured is None and case in ("captured", "like", "shuffled"):
+            case = "normal"
+        order = sum(map(ord, case))
+        made = []
+        for k, spec in enumerate(self.graph.inputs):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + order * 1009 + k * 31 + draw)
+            seen = None if self.captured is None else self.captured[k]
+            value = _value(case, spec, seen, generator)
+            if draw and spec.dtype in FLOATS:
+                value = value * (1 + torch.rand(value.shape, generator=generator).to(value.dtype) / 64)
+            made.append(place(value, spec, self.device))
+        return made
+
+
+def _value(case: str, spec: TensorSpec, seen: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Values on the CPU in the spec's dtype; the shape may have size 1 where the stride is 0."""
+    shape = [1 if s == 0 else n for n, s in zip(spec.shape, spec.stride, strict=True)]
+    distinct = None if seen is None else _distinct(seen, spec)
+    dtype = getattr(torch, spec.dtype)
+    if spec.dtype not in FLOATS:
+        return _discrete(case, shape, dtype, distinct, generator)
+    normal = torch.randn(shape, generator=generator)
+    if case in ("normal", "nan", "+inf", "-inf", "special"):
+        value = normal.to(dtype)
+        for special in {"special": ("nan", "+inf", "-inf"), "normal": ()}.get(case, (case,)):
+            if value.numel() > 0:
+                value.view(-1)[int(torch.randint(value.numel(), (1,), generator=generator))] = float(special)
+        return value
+    if case == "constant":
+        rows = torch.randint(-16, 17, (*shape[:-1], 1) if shape else (), generator=generator) / 8
+        return rows.expand(shape).to(dtype)
+    base = normal if distinct is None else distinct
+    if case == "like":
+        finite = base[base.isfinite()].double() if base.numel() else base.double()
+        mean, deviation = (finite.mean(), finite.std(correction=0)) if finite.numel() else (0.0, 1.0)
+        return (normal.double() * deviation + mean).to(dtype)
+    if case == "shuffled":
+        order = torch.randperm(base.numel(), generator=generator)
+        return base.flatten()[order].reshape(shape)
+    if case in ("small", "large"):
+        return _scaled(base, 1e-3 if case == "small" else 1e3, dtype)
+    return base.to(dtype)
+
+
+def _discrete(
+    case: str, shape: list[int], dtype: torch.dtype, distinct: Tensor | None, generator: torch.Generator
+) -> Tensor:
+    """Integers and booleans: only values that were seen, or at least from their range, so that indices stay valid."""
+    if distinct is not None and case in ("captured", "small", "large", "constant", "special"):
+        return distinct
+    if distinct is not None and case != "normal":
+        return distinct.flatten()[torch.randperm(distinct.numel(), generator=generator)].reshape(shape)
+    low, high = (0, 1) if distinct is None or distinct.numel() == 0 else (int(distinct.min()), int(distinct.max()))
+    return torch.randint(low, high + 1, shape, generator=generator).to(dtype)
+
+
+def _distinct(seen: Tensor, spec: TensorSpec) -> Tensor:
+    """The captured values with every stride-0 dimension cut to one."""
+    value = seen.detach().cpu()
+    for dim, (n, s) in enumerate(zip(spec.shape, spec.stride, strict=True)):
+        if s == 0 and n > 1:
+            value = value.narrow(dim, 0, 1)
+    return value
+
+
+def _scaled(base: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    finite = base[base.isfinite()].abs()
+    largest = float(finite.max()) if finite.numel() else 0.0
+    if largest > 0:
+        factor = min(factor, torch.finfo(dtype).max / 2 / largest)
+    return (base.double() * factor).to(dtype)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    reach = 0
+    for s, n in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if s <= reach:
+            return True
+        reach += s * (n - 1)
+    return False

@@ -1,0 +1,50 @@
+"""The process-wide numerical settings of torch that change what operators compute, as plain data.
+
+Child processes take over the parent's, so that a race is run under the user's own rules: fp32 stays fp32 where TF32 is
+not allowed, and eager is the eager that the model sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_BACKENDS = (
+    ("cudnn", "allow_tf32"),
+    ("cudnn", "benchmark"),
+    ("cudnn", "enabled"),
+    ("cuda.matmul", "allow_fp16_reduced_precision_reduction"),
+    ("cuda.matmul", "allow_bf16_reduced_precision_reduction"),
+    ("mkldnn", "enabled"),
+)
+
+
+def current() -> dict[str, Any]:
+    """Settings of this process, JSON-safe."""
+    found: dict[str, Any] = {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+    }
+    for backend, name in _BACKENDS:
+        value = getattr(_backend(backend), name)
+        if isinstance(value, bool):
+            found[f"{backend}.{name}"] = value
+    return found
+
+
+def apply(settings: dict[str, Any]) -> None:
+    """Make this process compute like the one that `current` was called in."""
+    torch.set_float32_matmul_precision(settings["float32_matmul_precision"])
+    torch.set_num_threads(settings["threads"])
+    for backend, name in _BACKENDS:
+        value = settings.get(f"{backend}.{name}")
+        if value is not None and getattr(_backend(backend), name) != value:
+            setattr(_backend(backend), name, value)
+
+
+def _backend(path: str) -> Any:
+    module: Any = torch.backends
+    for part in path.split("."):
+        module = getattr(module, part)
+    return module

@@ -1,0 +1,160 @@
+"""How large an error is allowed: twice what eager itself makes, plus one rounding step of the output type.
+
+Truth t is the sub-graph in float64, e eager's output, o the contender's. Nothing here is a constant that was tuned.
+
+1. Classes. Where o is NaN, +inf or -inf, e or the rounded truth must be the same there; where o is finite, one of
+   them must be finite. (So float16 may overflow as eager does, or not overflow where the truth doesn't.)
+2. Each element. |o - t| <= 2 E + step(t). E is the largest eager error among elements of about the same size: those
+   within a factor of two of |t|, widened both ways until at least `NEIGHBOURS` non-zero elements are in. A tiny output
+   can't hide behind a large one's error. step(t) is the distance of neighbouring numbers of the output type at |t|;
+   for float32 and bfloat16 it ends at the smallest normal number, since GPUs flush smaller ones.
+3. Root mean square, per output. rms(o - t) <= 2 rms(e - t) + (eps / 4) rms(t), eps the output type's relative step:
+   (eps / 4) is about the rms of one rounding. It sees errors that are small everywhere, as of a low-precision sum.
+
+For small outputs eager's error is sampled on more inputs of the same kind (`Allowance.add`), as a maximum over a
+handful of elements says little. Integer and boolean outputs must equal eager's, element by element.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+NEIGHBOURS = 256
+_OFFSET = 1100
+"""float64 exponents reach from -1074 to 1024."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """How one output did. `ratio` is the worst error over the allowed one: at most 1 passes. Errors are relative to rms(t)."""
+
+    ratio: float
+    contender: float
+    eager: float
+    informative: bool
+    reason: str = ""
+
+
+class Allowance:
+    """What eager and the truth allow for one output on one set of inputs.
+
+    Args:
+        eager: eager's output.
+        truth: the same in float64 (for integer outputs: in any type).
+        slack: factor on eager's error, where it could be sampled on a few elements only.
+    """
+
+    def __init__(self, eager: Tensor, truth: Tensor, slack: float = 1.0) -> None:
+        self.eager, self.truth, self.slack = eager.detach(), truth.detach(), slack
+        self.exact = not eager.dtype.is_floating_point
+        if self.exact:
+            return
+        self.peaks = torch.zeros(2 * _OFFSET, dtype=torch.float64, device=eager.device)
+        self.counts = torch.zeros(2 * _OFFSET, dtype=torch.int64, device=eager.device)
+        self.squares, self.elements = 0.0, 0
+        self.add(eager, truth)
+
+    def add(self, eager: Tensor, truth: Tensor) -> None:
+        """Sample eager's error on one more set of inputs."""
+        if self.exact:
+            return
+        truth = truth.detach().double()
+        error = (eager.detach().double() - truth).abs().flatten()
+        known = error.isfinite() & truth.flatten().isfinite()
+        error, sizes = error[known], truth.flatten()[known]
+        bucket = _bucket(sizes)
+        self.peaks.scatter_reduce_(0, bucket, error, "amax")
+        self.counts += torch.bincount(bucket[sizes != 0], minlength=2 * _OFFSET)
+        self.squares += float(error.square().sum())
+        self.elements += error.numel()
+
+    def judge(self, out: Tensor) -> Errors:
+        """Hold one output of a contender against the rule; its shape and dtype are right already."""
+        if self.exact:
+            wrong = int((out != self.eager).sum())
+            reason = f"{wrong} of {out.numel()} values differ from eager's" if wrong else ""
+            return Errors(math.inf if wrong else 0.0, float(wrong), 0.0, True, reason)
+        truth, eager, value = self.truth.double(), self.eager.double(), out.detach().double()
+        rounded = self.truth.to(out.dtype).double()
+        if reason := _classes(value, eager, rounded):
+            return Errors(math.inf, math.inf, 0.0, True, reason)
+        target = torch.where(truth.isfinite(), truth, eager)
+        known = value.isfinite() & target.isfinite()
+        value, target = value[known], target[known]
+        if target.numel() == 0:
+            return Errors(0.0, 0.0, 0.0, informative=out.numel() == 0)
+        error = (value - target).abs()
+        allowed = 2 * self.slack * self._peak_near().to(target.device)[_bucket(target)] + _step(target, out.dtype)
+        size = math.sqrt(float(target.square().mean()))
+        rms, eager_rms = math.sqrt(float(error.square().mean())), math.sqrt(self.squares / max(self.elements, 1))
+        allowed_rms = (
+            2 * self.slack * eager_rms
+            + torch.finfo(out.dtype).eps / 4 * size
+            + float(_step(target.new_zeros(1), out.dtype))
+        )
+        worst = float((error / allowed).max())
+        scale = size or 1.0
+        found = (float(error.max()) / scale, float(self.peaks.max()) / scale)
+        reason = ""
+        if worst > 1:
+            at = int((error / allowed).argmax())
+            reason = (
+                f"an error of {float(error[at]):.3g} where {float(allowed[at]):.3g} is allowed"
+                f" (got {float(value[at]):.6g}, true {float(target[at]):.6g})"
+            )
+        elif rms > allowed_rms:
+            reason = f"a root-mean-square error of {rms:.3g} where {allowed_rms:.3g} is allowed"
+        return Errors(max(worst, rms / allowed_rms), *found, True, reason)
+
+    def _peak_near(self) -> Tensor:
+        """Per bucket the largest eager error of the elements of about that size."""
+        counts, peaks = self.counts.tolist(), self.peaks.tolist()
+        used = [k for k in range(2 * _OFFSET) if counts[k]]
+        near = torch.full((2 * _OFFSET,), peaks[0], dtype=torch.float64)
+        for k in (0, *used) if used else ():
+            start = used[0] if k == 0 else k
+            low, high = bisect_left(used, start - 1), bisect_right(used, start + 1)
+            while sum(counts[b] for b in used[low:high]) < NEIGHBOURS and (low > 0 or high < len(used)):
+                low, high = max(low - 1, 0), high + 1
+            zeros = peaks[0] if low == 0 else 0.0
+            near[k] = max(zeros, *(peaks[b] for b in used[low:high]))
+        return near
+
+
+def _classes(value: Tensor, eager: Tensor, rounded: Tensor) -> str:
+    """Why NaN and infinity positions don't agree, or nothing."""
+    odd = ~value.isfinite()
+    agrees = _same(value, eager) | _same(value, rounded)
+    both_odd = ~eager.isfinite() & ~rounded.isfinite()
+    bad = (odd & ~agrees) | (~odd & both_odd)
+    count = int(bad.sum())
+    if not count:
+        return ""
+    at = int(bad.flatten().int().argmax())
+    got, expected = float(value.flatten()[at]), float(eager.flatten()[at])
+    return f"{count} of {value.numel()} values have the wrong class (got {got:.6g} where eager gives {expected:.6g})"
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    return (a.isnan() & b.isnan()) | (a == b)
+
+
+def _bucket(sizes: Tensor) -> Tensor:
+    """Power-of-two bucket of |size|; zero goes just below everything that isn't zero."""
+    _, exponent = torch.frexp(sizes.abs())
+    return torch.where(sizes == 0, 0, exponent.long() + _OFFSET)
+
+
+def _step(sizes: Tensor, dtype: torch.dtype) -> Tensor:
+    """Distance to the next number of `dtype` at each |size| (float64)."""
+    info = torch.finfo(dtype)
+    smallest = info.tiny * info.eps if dtype in (torch.float16, torch.float64) else info.tiny
+    _, exponent = torch.frexp(sizes.abs())
+    step = torch.ldexp(torch.full_like(sizes, info.eps), exponent - 1)
+    return torch.where(sizes == 0, 0.0, step).clamp_min(smallest)

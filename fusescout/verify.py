@@ -1,0 +1,343 @@
+"""Does a contender compute what eager computes? The truth is the sub-graph in float64; `tolerance.py` has the rule.
+
+Cases: captured activations, fresh normal inputs, the captured distribution and its values in another order, everything
+scaled by 1e-3 and by 1e3, NaN and both infinities placed in each floating input, constant rows. In every case the
+outputs must have eager's number, dtype, shape and strides, share no memory with the inputs (unless eager's do) nor with
+one another, and the inputs must keep every byte, also those between their elements. Memory that outputs may be
+given is poisoned before each run. A second run must agree bit by bit, or the result says it isn't deterministic.
+A case on which eager gives no finite number proves nothing; each output needs one that does. Running out of memory is
+a failure. In training every gradient is held to the same rule, with random upstream gradients.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import warnings
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fusescout.contenders.base import Runner
+from fusescout.inputs import InputSource
+from fusescout.inputs import raw
+from fusescout.ir import Subgraph
+from fusescout.ir import TensorSpec
+from fusescout.reference import build
+from fusescout.session import ErrorStats
+from fusescout.tolerance import Allowance
+from fusescout.tolerance import Errors
+
+SAMPLED = 4096
+"""Eager's error is sampled on at least this many elements (in at most `DRAWS` more draws of the inputs)."""
+DRAWS = 8
+KEEP_BYTES = 1 << 29
+_M_PERTURB = -6
+_RANDOM = ("rand", "bernoulli", "normal", "multinomial", "uniform", "exponential", "poisson", "native_dropout", "rrelu")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a check found. `reason` is empty if the contender passed."""
+
+    reason: str
+    stats: ErrorStats
+
+
+def randomness(graph: Subgraph) -> str | None:
+    """Why the sub-graph can't be checked since it draws random numbers, or None."""
+    for op in graph.ops:
+        drops = op.name in ("dropout", "dropout_", "feature_dropout", "alpha_dropout")
+        named = dict(op.kwargs)
+        probability = named.get("p", op.args[1] if len(op.args) > 1 else 0.0)
+        training = named.get("train", op.args[2] if len(op.args) > 2 else True)
+        if drops and training and probability:
+            return f"{op.name} in training draws random numbers."
+        if "attention" in op.name and named.get("dropout_p", op.args[4] if len(op.args) > 4 else 0.0):
+            return f"{op.name} with dropout draws random numbers."
+        if op.name.startswith(_RANDOM):
+            return f"{op.name} draws random numbers."
+    return None
+
+
+class Verifier:
+    """Checks contenders of one sub-graph. Eager and the truth are computed once per case and kept while small.
+
+    Args:
+        graph: the sub-graph.
+        captured: its inputs as seen at run time, or None.
+        device: "cpu", "cuda" or "cuda:N".
+        seed: base of all random inputs.
+        gradients: check the gradients of every input that requires one as well.
+    """
+
+    def __init__(
+        self, graph: Subgraph, captured: Sequence[Tensor] | None, device: str, seed: int = 0, gradients: bool = False
+    ) -> None:
+        self.graph, self.device, self.gradients = graph, device, gradients
+        self.inputs = InputSource(graph, captured, device, seed)
+        self.eager, self._truth = build(graph), build(graph, "float64")
+        self._kept: dict[str, list[Allowance]] = {}
+
+    def truth(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(self._truth([_double(t) for t in inputs]))
+
+    def check(self, run: Runner, level: str) -> Outcome:
+        """Run a contender through the cases of `level` ("quick" or "full"); never raises for what it does wrong."""
+        tally = _Tally(len(self.graph.outputs))
+        for case in self.inputs.names(level):
+            try:
+                reason = self._check_case(run, case, tally, first=tally.cases == 0)
+                if not reason and self.gradients and case in ("captured", "normal", "shuffled"):
+                    reason = self._check_gradients(run, case, tally)
+            except Exception as error:  # isolation boundary: whatever a contender raises is its failure
+                reason = "it ran out of memory" if out_of_memory(error) else f"it raised {_line(error)}"
+            if reason:
+                return tally.outcome(f"On {case} inputs {reason}.")
+        if missing := tally.unproven():
+            return tally.outcome(f"Output {missing[0]} is proved by no case: eager gave no finite value on any.")
+        return tally.outcome("")
+
+    def _check_case(self, run: Runner, case: str, tally: _Tally, first: bool) -> str:
+        inputs = self.inputs.make(case)
+        allowances = self._allowances(case, inputs)
+        before = [raw(t).clone() for t in inputs]
+        with torch.no_grad():
+            with poisoned(self.graph.output_specs, self.device):
+                outputs = tuple(run(inputs))
+            reason = self._structure(inputs, outputs, allowances) or _untouched(inputs, before)
+            if reason:
+                return reason
+            found = [a.judge(o) for a, o in zip(allowances, outputs, strict=True)]
+            tally.add(found)
+            if first and not any(e.reason for e in found):
+                with poisoned(self.graph.output_specs, self.device):
+                    again = tuple(run(inputs))
+                tally.deterministic &= all(map(_same_bits, outputs, again))
+                found += [a.judge(o) for a, o in zip(allowances, again, strict=True)]
+                with filled_by_torch():
+                    found += [a.judge(o) for a, o in zip(allowances, run(inputs), strict=True)]
+                reason = _untouched(inputs, before)
+        return next((f"output {k % len(allowances)} has {e.reason}" for k, e in enumerate(found) if e.reason), reason)
+
+    def _allowances(self, case: str, inputs: list[Tensor]) -> list[Allowance]:
+        if case in self._kept:
+            return self._kept[case]
+        with torch.no_grad():
+            eager, truth = self.eager(inputs), self.truth(inputs)
+            allowances = [Allowance(e, t) for e, t in zip(eager, truth, strict=True)]
+            fewest = min((e.numel() for e in eager if e.numel()), default=SAMPLED)
+            for draw in range(1, min(DRAWS, math.ceil(SAMPLED / fewest))):
+                more = self.inputs.make(case, draw)
+                for allowance, e, t in zip(allowances, self.eager(more), self.truth(more), strict=True):
+                    allowance.add(e, t)
+        held = sum(t.nbytes for kept in self._kept.values() for a in kept for t in (a.eager, a.truth))
+        if held + sum(t.nbytes for a in allowances for t in (a.eager, a.truth)) <= KEEP_BYTES:
+            self._kept[case] = allowances
+        return allowances
+
+    def _structure(self, inputs: list[Tensor], outputs: tuple[Tensor, ...], allowances: list[Allowance]) -> str:
+        if len(outputs) != len(allowances):
+            return f"it gave {len(outputs)} outputs where eager gives {len(allowances)}"
+        expected = [a.eager for a in allowances]
+        for k, (out, want) in enumerate(zip(outputs, expected, strict=True)):
+            if out.dtype != want.dtype:
+                return f"output {k} is {out.dtype} where eager gives {want.dtype}"
+            if out.shape != want.shape:
+                return f"output {k} has shape {tuple(out.shape)} where eager gives {tuple(want.shape)}"
+            if out.device.type != want.device.type:
+                return f"output {k} is on {out.device}"
+            if _strides(out) != _strides(want):
+                return f"output {k} has strides {out.stride()} where eager gives {want.stride()}"
+        memory, allowed = _sharing(inputs, outputs), self._eager_sharing(inputs)
+        if extra := sorted(memory - allowed):
+            return f"{extra[0][0]} shares memory with {extra[0][1]}"
+        return ""
+
+    def _eager_sharing(self, inputs: list[Tensor]) -> set[tuple[str, str]]:
+        if not hasattr(self, "_shared"):
+            self._shared = _sharing(inputs, tuple(self.eager(inputs)))
+        return self._shared
+
+    def _check_gradients(self, run: Runner, case: str, tally: _Tally) -> str:
+        inputs = self.inputs.make(case)
+        wanted = [k for k, s in enumerate(self.graph.inputs) if s.requires_grad and inputs[k].is_floating_point()]
+        if not wanted:
+            return ""
+        eager = gradients(self.eager, inputs, wanted)
+        truth = gradients(self._truth, [_double(t) for t in inputs], wanted)
+        before = [raw(t).clone() for t in inputs]
+        with poisoned([self.graph.inputs[k] for k in wanted], self.device):
+            mine = gradients(run, inputs, wanted)
+        if mine is None or eager is None or truth is None:
+            return "it has no gradients" if mine is None else "eager has no gradients"
+        for k, got, e, t in zip(wanted, mine, eager, truth, strict=True):
+            if got.dtype != e.dtype or got.shape != e.shape:
+                return f"the gradient of input {k} is {got.dtype}{list(got.shape)}, eager's {e.dtype}{list(e.shape)}"
+            errors = Allowance(e, t).judge(got)
+            tally.add([errors], outputs=False)
+            if errors.reason:
+                return f"the gradient of input {k} has {errors.reason}"
+        return _untouched(inputs, before)
+
+
+def gradients(run: Runner, inputs: Sequence[Tensor], wanted: Sequence[int]) -> tuple[Tensor, ...] | None:
+    """Gradients of the `wanted` inputs for random upstream gradients; None if no output needs one. None counts as zero."""
+    leaves = [t.detach().requires_grad_(k in wanted) for k, t in enumerate(inputs)]
+    with torch.enable_grad():
+        outputs = [o for o in run(leaves) if o.is_floating_point()]
+        if not any(o.requires_grad for o in outputs):
+            return None
+        upstream = []
+        for k, o in enumerate(outputs):
+            drawn = torch.randn(o.shape, generator=torch.Generator().manual_seed(k + 1))
+            narrow = inputs[wanted[0]].dtype if o.dtype == torch.float64 else o.dtype
+            upstream.append(drawn.to(narrow if narrow != torch.float64 else torch.float32).to(o))
+        pairs = [(o, u) for o, u in zip(outputs, upstream, strict=True) if o.requires_grad]
+        found = torch.autograd.grad(
+            [o for o, _ in pairs], [leaves[k] for k in wanted], [u for _, u in pairs], allow_unused=True
+        )
+    return tuple(torch.zeros_like(leaves[k]) if g is None else g for k, g in zip(wanted, found, strict=True))
+
+
+def check_model_outputs(
+    outputs: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor]
+) -> ErrorStats | str:
+    """Hold a whole model's outputs against eager and the float64 model; a sentence says what is wrong.
+
+    There is one set of inputs only, so for outputs of few elements eager's error counts for more: by 1 + 8 / elements.
+    """
+    tally = _Tally(len(eager))
+    if len(outputs) != len(eager):
+        return f"The model gave {len(outputs)} outputs where eager gives {len(eager)}."
+    for k, (out, e, t) in enumerate(zip(outputs, eager, truth, strict=True)):
+        if out.dtype != e.dtype or out.shape != e.shape:
+            return f"Output {k} is {out.dtype}{list(out.shape)} where eager gives {e.dtype}{list(e.shape)}."
+        errors = Allowance(e, t, slack=1 + 8 / max(e.numel(), 1)).judge(out)
+        tally.add([errors], k)
+        if errors.reason:
+            return f"Output {k} has {errors.reason}."
+    if missing := tally.unproven():
+        return f"Output {missing[0]} has no finite value, so nothing is proved."
+    return tally.outcome("").stats
+
+
+@contextmanager
+def poisoned(specs: Sequence[TensorSpec], device: str) -> Iterator[None]:
+    """Fill the memory that new tensors of these sizes will be given, so that what isn't written shows."""
+    doomed = []
+    for spec in (*specs, *specs):
+        doomed.append(torch.full((max(spec.nbytes, 1),), 0xFF, dtype=torch.uint8, device=device))
+    del doomed
+    perturb = _mallopt() if device == "cpu" else None
+    if perturb:
+        perturb(_M_PERTURB, 0x81)  # glibc now fills what it hands out with 0x7E
+    try:
+        yield
+    finally:
+        if perturb:
+            perturb(_M_PERTURB, 0)
+
+
+@contextmanager
+def filled_by_torch() -> Iterator[None]:
+    """Let torch.empty give NaN. This changes which kernels torch picks, so it's an extra run, never the only one."""
+    modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def out_of_memory(error: BaseException) -> bool:
+    text = str(error)
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or "t allocate memory" in text
+        or "out of memory" in text
+    )
+
+
+class _Tally:
+    """Adds up what the cases found."""
+
+    def __init__(self, outputs: int) -> None:
+        self.cases, self.deterministic = 0, True
+        self.worst = self.contender = self.eager = 0.0
+        self.informative = [False] * outputs
+
+    def add(self, found: Sequence[Errors], first: int = 0, outputs: bool = True) -> None:
+        self.cases += 1
+        for k, errors in enumerate(found, first):
+            self.worst = max(self.worst, errors.ratio)
+            self.contender, self.eager = max(self.contender, errors.contender), max(self.eager, errors.eager)
+            if outputs:
+                self.informative[k] |= errors.informative
+
+    def unproven(self) -> list[int]:
+        return [k for k, proved in enumerate(self.informative) if not proved]
+
+    def outcome(self, reason: str) -> Outcome:
+        stats = ErrorStats(
+            worst=self.worst,
+            contender_max=self.contender,
+            eager_max=self.eager,
+            cases=self.cases,
+            deterministic=self.deterministic,
+        )
+        return Outcome(reason, stats)
+
+
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides that mean something: not those of dimensions of size one, or of empty tensors."""
+    return tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1) if tensor.numel() else ()
+
+
+def _sharing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> set[tuple[str, str]]:
+    """Pairs of outputs and inputs, or of outputs, that live in one storage."""
+    named = [(f"input {k}", t) for k, t in enumerate(inputs)]
+    found = set()
+    for k, out in enumerate(outputs):
+        for name, other in named:
+            if out.numel() and out.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
+                found.add((f"output {k}", name))
+        named.append((f"output {k}", out))
+    return found
+
+
+def _untouched(inputs: Sequence[Tensor], before: Sequence[Tensor]) -> str:
+    changed = [k for k, (t, b) in enumerate(zip(inputs, before, strict=True)) if not torch.equal(raw(t), b)]
+    return f"it wrote to input {changed[0]}" if changed else ""
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    """glibc's `mallopt`, where there is one."""
+    try:
+        found: Callable[[int, int], int] = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return None
+    return found
