@@ -1,0 +1,150 @@
+"""Compile a TileLang kernel for CUDA: through `tilelang.compile`, with a disk cache that knows the tool chain.
+
+TileLang's cache key has no nvcc version and no device in it, so both are part of the cache folder's name.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusescout.device import Device
+from fusescout.errors import ContenderFailed
+from fusescout.template import Kernel
+
+
+def compile_cuda(kernel: Kernel, device: Device, cache_dir: Path) -> Callable[..., None]:
+    """Compile `kernel`; the result takes its parameters' tensors in order and fills the outputs.
+
+    It launches on torch's current stream and can be captured in a CUDA graph after one call.
+
+    Raises:
+        ContenderFailed: nvcc is missing, or it or TileLang refuses the kernel.
+    """
+    import tilelang
+
+    with _environment(TILELANG_CACHE_DIR=str(cache_folder(cache_dir, device)), TILELANG_PRINT_ON_COMPILATION="0"):
+        try:
+            compiled = tilelang.compile(kernel.func, target=target_of(device), pass_configs=dict(kernel.pass_configs))
+        except Exception as error:  # isolation boundary: whatever the compiler throws becomes this contender's reason
+            raise ContenderFailed("TileLang can't compile the kernel:", _tail(str(error))) from error
+    return _entry(compiled)
+
+
+def target_of(device: Device) -> dict[str, str]:
+    """TileLang's target, spelled so that kernels precompiled elsewhere are found in its cache."""
+    arch = {"sm_90": "sm_90a"}.get(device.arch, device.arch)
+    return {"kind": "cuda", "arch": arch}
+
+
+def cache_folder(cache_dir: Path, device: Device) -> Path:
+    """Where kernels for this tool chain and device are kept."""
+    import tilelang
+
+    name = "-".join((tilelang.__version__, nvcc_version() or "no-nvcc", device.name, device.arch))
+    return cache_dir / "tilelang" / re.sub(r"[^\w.-]+", "_", name)
+
+
+@functools.cache
+def nvcc_path() -> str | None:
+    """The CUDA compiler: from CUDA_HOME, the PATH or the usual place; None if there is none."""
+    import shutil
+
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [f"{home}/bin/nvcc"] if home else []
+    places += [found] if (found := shutil.which("nvcc")) else []
+    return next((p for p in (*places, "/usr/local/cuda/bin/nvcc") if os.path.exists(p)), None)
+
+
+@functools.cache
+def nvcc_version() -> str | None:
+    """Release of nvcc, such as "13.0"."""
+    path = nvcc_path()
+    if path is None:
+        return None
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    found = re.search(r"release ([\d.]+)", done.stdout)
+    return found[1] if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class CubinReport:
+    """What the assembler says of a kernel: registers per thread, bytes spilled, and the CUDA source."""
+
+    registers: int
+    spilled_bytes: int
+    source: str
+
+
+def cubin_report(kernel: Kernel, arch: str = "sm_90a") -> CubinReport:
+    """Lower and assemble `kernel` for `arch` without a GPU.
+
+    Raises:
+        ContenderFailed: nvcc is missing, or it or TileLang refuses the kernel.
+    """
+    import tilelang
+
+    nvcc = nvcc_path()
+    if nvcc is None:
+        raise ContenderFailed(
+            "nvcc was not found:", "it assembles CUDA kernels.", 'Install "fusescout[nvcc]" or the CUDA toolkit.'
+        )
+    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": arch})
+    try:
+        with tilelang.tvm.transform.PassContext(opt_level=3, config=dict(kernel.pass_configs)), target:
+            source = str(tilelang.lower(kernel.func, target=target).kernel_source)
+    except Exception as error:  # isolation boundary, as above
+        raise ContenderFailed("TileLang can't lower the kernel:", _tail(str(error))) from error
+    root = os.path.dirname(tilelang.__file__)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cu")
+        file.write_text(source)
+        generation = f"arch=compute_{arch.removeprefix('sm_')},code={arch}"
+        command = [nvcc, "--cubin", "-O3", "-std=c++20", "-w", "-gencode", generation, "--ptxas-options=--verbose"]
+        command += [f"-I{root}/src", f"-I{root}/3rdparty/cutlass/include", "-o", f"{folder}/kernel.cubin", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ContenderFailed("nvcc refuses the generated kernel:", _tail(done.stderr))
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", done.stderr)]
+    spilled = [
+        int(a) + int(b) for a, b in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
+    ]
+    return CubinReport(max(registers, default=0), max(spilled, default=0), source)
+
+
+def _entry(compiled: Any) -> Callable[..., None]:
+    """The compiled host function itself where it can be reached: half the cost of a call through the wrapper."""
+    adapter = getattr(compiled, "adapter", None)
+    executable = getattr(adapter, "get_exportable_executable", None)
+    if executable is None:
+        return compiled  # type: ignore[no-any-return]
+    main: Callable[..., None] = executable()["main"]
+    return main
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """TileLang is configured through environment variables only."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _tail(text: str) -> str:
+    return text.strip()[-800:] or "no message."

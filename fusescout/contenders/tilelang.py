@@ -1,0 +1,242 @@
+"""TileLang kernels from templates: CUDA through TileLang's compiler, CPU through its C source and the C++ compiler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from platformdirs import user_cache_dir
+
+from fusescout.contenders.base import Built
+from fusescout.contenders.base import Runner
+from fusescout.contenders.base import Upkeep
+from fusescout.contenders.repro import script
+from fusescout.device import Device
+from fusescout.errors import ContenderFailed
+from fusescout.ir import Subgraph
+from fusescout.ir import TensorSpec
+from fusescout.registry import Registry
+from fusescout.registry import load
+from fusescout.template import Kernel
+from fusescout.template import Param
+
+EFFORT = {"quick": 4, "default": 16}
+"""Configurations tried per template; "max" tries all."""
+
+
+class TileLang:
+    """Instantiates every template that covers the sub-graph.
+
+    Args:
+        folders: more template folders.
+        cache_dir: keeps compiled kernels; by default the user's cache folder.
+    """
+
+    name = "tilelang"
+
+    def __init__(self, folders: Sequence[Path | str] = (), cache_dir: Path | None = None) -> None:
+        self.folders = tuple(folders)
+        self.cache_dir = cache_dir or Path(user_cache_dir("fusescout"))
+
+    @cached_property
+    def registry(self) -> Registry:
+        return load([Path(folder) for folder in self.folders])
+
+    def variants(self, graph: Subgraph, device: Device, effort: str) -> list[Mapping[str, Any]] | str:
+        """`{"template": name, **config}`, the templates in turn, so that each one's best guess comes early."""
+        reasons, searches = [], []
+        for name, template in self.registry.templates.items():
+            reason = template.supports(graph, device)
+            if reason is None:
+                configs = template.configs(graph, device)[: EFFORT.get(effort)]
+                searches.append([{"template": name, **config} for config in configs])
+            else:
+                reasons.append(f"{name}: {reason}")
+        if not searches:
+            return "No template covers it. " + "; ".join(reasons) + "." if reasons else "No template is installed."
+        depth = max(map(len, searches))
+        return [search[k] for k in range(depth) for search in searches if k < len(search)]
+
+    def build(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> Built:
+        """Generate and compile one variant."""
+        start = time.perf_counter()
+        kernel = self.kernel(graph, variant, device)
+        launch = self._compile(kernel, device)
+        return Built(bind(graph, kernel, launch, device), time.perf_counter() - start, kernel.source)
+
+    def kernel(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> Kernel:
+        """The kernel of a variant, not yet compiled.
+
+        Raises:
+            ContenderFailed: the template is gone or raised.
+        """
+        name = variant["template"]
+        templates = self.registry.templates
+        if name not in templates:
+            raise ContenderFailed(f"There is no template {name}.", f"Installed are: {', '.join(templates) or 'none'}.")
+        config = {k: v for k, v in variant.items() if k != "template"}
+        try:
+            return templates[name].kernel(graph, config, device)
+        except Exception as error:  # isolation boundary: templates are anyone's code
+            raise ContenderFailed(f"The template {name} failed: {type(error).__name__}: {error}") from error
+
+    def upkeep(self, graph: Subgraph, variant: Mapping[str, Any]) -> Upkeep:
+        """Lines of the template a maintainer owns; the generated text is made from them."""
+        import tilelang
+
+        lines = len(self.registry.source(variant["template"]).splitlines())
+        return Upkeep(lines, (f"tilelang {tilelang.__version__} (pre-1.0)",), ("cuda", "cpu"))
+
+    def repro(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> str:
+        """A script with the generated TileLang source; on the CPU with the C++ made from it."""
+        kernel = self.kernel(graph, variant, device)
+        code = _repro_cpu(graph, kernel) if device.kind == "cpu" else _repro_cuda(graph, kernel, device)
+        return script(graph, device, f"tilelang {variant['template']}", code)
+
+    def _compile(self, kernel: Kernel, device: Device) -> Callable[..., None]:
+        if device.kind == "cpu":
+            from fusescout.contenders.compile_cpu import compile_cpu
+
+            return compile_cpu(kernel, self.cache_dir)
+        from fusescout.contenders.compile_cuda import compile_cuda
+
+        return compile_cuda(kernel, device, self.cache_dir)
+
+
+def bind(graph: Subgraph, kernel: Kernel, launch: Callable[..., None], device: Device) -> Runner:
+    """The runner: allocates outputs exactly as specified, passes each parameter its tensor, returns the outputs.
+
+    The Python on this path costs a few microseconds a call, so what can be known now is worked out now.
+    """
+    outputs = [_allocator(spec, device) for spec in graph.output_specs]
+    scratch = [_allocator(_scratch(p), device) for p in kernel.params if p.role == "scratch"]
+    places: list[int] = []
+    views: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = []
+    for p in kernel.params:
+        if p.role == "input":
+            place, spec = p.index, graph.inputs[p.index]
+        elif p.role == "output":
+            place, spec = len(graph.inputs) + p.index, graph.output_specs[p.index]
+        else:
+            place = len(graph.inputs) + len(outputs) + sum(q.role == "scratch" for q in kernel.params[: len(places)])
+            spec = _scratch(p)
+        places.append(place)
+        # a CPU kernel takes addresses only
+        differs = device.kind == "cuda" and (p.shape, p.stride) != (spec.shape, spec.stride)
+        views.append((p.shape, p.stride) if differs else None)
+    # vector loads need 16-byte addresses; where the captured tensor had one, a caller's later view may not
+    wide = [
+        p.index for p in kernel.params if p.role == "input" and graph.inputs[p.index].aligned and device.kind == "cuda"
+    ]
+    on_host = [
+        p.index
+        for p in kernel.params
+        if p.role == "input" and device.kind == "cuda" and not graph.inputs[p.index].shape
+    ]
+
+    def run(inputs: Sequence[Any]) -> tuple[Any, ...]:
+        for k in on_host:
+            if not inputs[k].is_cuda:
+                inputs = [*inputs[:k], inputs[k].cuda(), *inputs[k + 1 :]]
+        for k in wide:
+            if inputs[k].data_ptr() & 15:
+                inputs = [*inputs[:k], _realigned(inputs[k]), *inputs[k + 1 :]]
+        made = [make() for make in outputs]
+        every = [*inputs, *made, *[make() for make in scratch]]
+        launch(*[every[k] if v is None else every[k].as_strided(*v) for k, v in zip(places, views, strict=True)])
+        return tuple(made)
+
+    return run
+
+
+def _scratch(p: Param) -> TensorSpec:
+    return TensorSpec(p.shape, p.dtype, p.stride)
+
+
+def _allocator(spec: TensorSpec, device: Device) -> Callable[[], Any]:
+    """Makes an uninitialised tensor of `spec`."""
+    dtype, shape, stride, kind = getattr(torch, spec.dtype), spec.shape, spec.stride, device.kind
+    if spec.is_contiguous:
+        return lambda: torch.empty(shape, dtype=dtype, device=kind)
+    return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=kind)
+
+
+def _realigned(tensor: Any) -> Any:
+    """The same values and strides at a fresh address."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _repro_cuda(graph: Subgraph, kernel: Kernel, device: Device) -> str:
+    from fusescout.contenders.compile_cuda import target_of
+
+    name = kernel.func.attrs["global_symbol"]
+    return f"""
+# ---------------------------------------------------------------- TileLang source, as generated
+# TileLang reads its kernels' source, so this script must be run as a file.
+import tilelang
+
+{kernel.source}
+
+kernel = tilelang.compile({name}, target={target_of(device)!r}, pass_configs={dict(kernel.pass_configs)!r})
+
+
+def contender(*inputs):
+{_repro_body(graph, kernel, "kernel", as_views=True)}
+"""
+
+
+def _repro_cpu(graph: Subgraph, kernel: Kernel) -> str:
+    from fusescout.contenders.compile_cpu import FLAGS
+    from fusescout.contenders.compile_cpu import c_source
+
+    source, name, order = c_source(kernel)
+    body = _repro_body(graph, kernel, "launch", as_views=False)
+    commented = "\n".join("# " + line for line in kernel.source[kernel.source.index("@T.prim_func") :].splitlines())
+    return f'''
+# ---------------------------------------------------------------- TileLang source, as generated
+{commented}
+
+# ---------------------------------------------------------------- C++ that TileLang makes of it, with OpenMP added
+import ctypes
+import subprocess
+import tempfile
+
+SOURCE = r"""{source}"""
+folder = tempfile.mkdtemp()
+with open(folder + "/kernel.cpp", "w") as file:
+    file.write(SOURCE)
+subprocess.run(["g++", *{FLAGS!r}, "-o", folder + "/kernel.so", folder + "/kernel.cpp", "-lm"], check=True)
+function = getattr(ctypes.CDLL(folder + "/kernel.so"), "{name}")
+
+
+def launch(*tensors):
+    function(*[ctypes.c_void_p(tensors[k].data_ptr()) for k in {order!r}], torch.get_num_threads())
+
+
+def contender(*inputs):
+{body}
+'''
+
+
+def _repro_body(graph: Subgraph, kernel: Kernel, call: str, *, as_views: bool) -> str:
+    """Lines of `contender`: allocate, launch, return."""
+    lines = [
+        f"    out{k} = torch.empty_strided({s.shape}, {s.stride}, dtype=torch.{s.dtype}, device=DEVICE)"
+        for k, s in enumerate(graph.output_specs)
+    ]
+    names = []
+    for p in kernel.params:
+        name = f"inputs[{p.index}]" if p.role == "input" else f"out{p.index}"
+        if p.role == "scratch":
+            name = p.name
+            lines.append(f"    {name} = torch.empty({p.shape}, dtype=torch.{p.dtype}, device=DEVICE)")
+        names.append(f"{name}.as_strided({p.shape}, {p.stride})" if as_views else name)
+    lines.append(f"    {call}({', '.join(names)})")
+    outs = "".join(f"out{k}, " for k in range(len(graph.outputs)))
+    return "\n".join([*lines, f"    return ({outs})"])
