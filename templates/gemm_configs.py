@@ -100,7 +100,7 @@ def _fits(p: Problem, c: dict) -> bool:
     registers = c["BM"] * c["BN"] * (2 * gemms + outputs - 1) // (2 * 128 * warpgroups)
     if c["schedule"] == "roles" and c["BK"] >= p.K:
         return False  # a pipelined loop of one trip
-    if c["BM"] < 64 and c["BM"] // 2 >= p.M > 8:
+    if p.M <= 64 and c["BM"] > 16 and c["BM"] // 2 >= p.M:
         return False  # a smaller tile does
     return shared * c.get("ctas", 1) + 1024 <= SHARED_BYTES and registers <= (128 if c["schedule"] == "auto" else 192)
 
