@@ -57,7 +57,9 @@ _NAMES = {
         "isfinite isposinf isneginf nan_to_num ceil floor round trunc frac lerp addcmul addcdiv masked_fill "
         "copysign hypot heaviside deg2rad rad2deg digamma lgamma sinc xlogy float_power dropout feature_dropout "
         "alpha_dropout _to_copy to type_as float half bfloat16 double int long bool tril triu "
-        "fake_quantize_per_tensor_affine"
+        "fake_quantize_per_tensor_affine positive angle signbit nextafter ldexp frexp gcd lcm i0 igamma igammac "
+        "polygamma mvlgamma conj_physical gelu_backward silu_backward tanh_backward sigmoid_backward "
+        "threshold_backward logit_backward native_dropout_backward"
     ),
     "view": (
         "view reshape _unsafe_view view_as reshape_as flatten unflatten transpose swapaxes swapdims permute "
@@ -99,6 +101,8 @@ def op_name(target: str) -> str:
     """The plain operator name: "add" for "aten.add_.Tensor", "getitem" for "operator.getitem"."""
     parts = target.split(".")
     name = parts[1] if len(parts) >= 3 else parts[-1]
+    if name.startswith("__i") and name.endswith("__"):
+        return f"__{name[3:]}"
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
@@ -114,6 +118,8 @@ def op_class(target: str) -> str:
     name = op_name(target)
     if name in ("max", "min") and overload == "other":
         return "pointwise"
+    if name.startswith("special_"):
+        return _CLASS.get(name.removeprefix("special_"), "pointwise")
     return _CLASS.get(name, "other")
 
 

@@ -224,8 +224,8 @@ def _idle(rows: pd.DataFrame, start: float, end: float) -> tuple[float, float, f
 
 
 def _windows(trace: Trace) -> list[tuple[float, float]]:
-    calls = trace.annotations[[name.startswith(CALL) for name in trace.annotations["name"].tolist()]]
-    return list(zip(calls["ts"].tolist(), (calls["ts"] + calls["dur"]).tolist(), strict=True))
+    rows = trace.annotations[["name", "ts", "dur"]].itertuples(index=False, name=None)
+    return [(ts, ts + dur) for name, ts, dur in rows if name.startswith(CALL)]
 
 
 def _owners(trace: Trace) -> list[tuple[int, str]]:

@@ -345,7 +345,7 @@ def test_half_a_million_events_in_time_and_memory(tmp_path: Any) -> None:
                     f'    "ts": {at:.3f}, "dur": {dur},\n    "args": {{\n      {args}\n    }}\n  }}'
                 )
             out.write(
-                f',\n  {{\n    "ph": "s", "id": {k}, "pid": 1, "tid": 1, "ts": {ts:.3f}, "cat": "ac2g", "name": "x"\n  }}'
+                f',\n  {{\n    "ph": "s", "id": {k}, "pid": 1, "tid": 1, "ts": {ts:.3f}, "cat": "ac2g"\n  }}'
             )
         out.write('\n  ],\n  "traceName": "x"\n}\n')
     before = _resident_mb()
