@@ -1,6 +1,6 @@
-"""What the reports say, as plain rows and sentences: every format words and groups the session the same way.
+"""What the reports say about a session in words: every format takes its sentences and names from here.
 
-No format writes a sentence or sums a column by itself; it takes it from here and only lays it out.
+All text that a user's model can choose passes `clean`, so that no name can act on a terminal or hide another.
 """
 
 from __future__ import annotations
@@ -9,56 +9,20 @@ import math
 import re
 import shlex
 import unicodedata
-from collections import defaultdict
-from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import replace
 
 from fusescout.report import numbers as n
 from fusescout.session import CandidateResult
 from fusescout.session import ContenderResult
 from fusescout.session import Interval
-from fusescout.session import KernelRow
-from fusescout.session import OpRow
 from fusescout.session import Session
 from fusescout.session import Site
 
-SMALL = 0.01
-"""Rows below this share of the total are folded into one."""
 MAX_OP = 60
 STATUS_ORDER = ("accepted", "dropped", "kept", "not raced")
 INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to run the whole model. `best` only where its interval overlaps no other's."""
-
-    name: str
-    time: Interval | None
-    speedup: Interval | None = None
-    compile_s: float = 0.0
-    note: str = ""
-    paired: bool = False
-    best: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Equal rows summed: operators of one name, modules of one path pattern, kernels of one name."""
-
-    name: str
-    count: int
-    time_us: float
-    share: float
-    kernels: int = 0
-    flops: float = 0.0
-    bytes: float = 0.0
-    bound: str = ""
-    folded: bool = False
 
 
 def clean(text: str) -> str:
@@ -111,66 +75,6 @@ def sources(sites: Sequence[Site], limit: int = 3) -> list[str]:
     return list(dict.fromkeys(clean(site.source) for site in sites if site.source))[:limit]
 
 
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One number of the header strip, with what it means."""
-
-    name: str
-    value: str
-    note: str
-
-
-def figures(session: Session) -> list[Figure]:
-    """The numbers to see first."""
-    p, end = session.profile, session.end_to_end
-    device = "GPU" if session.environment.device_kind == "cuda" else "operators"
-    found = []
-    if end is not None and end.speedup is not None:
-        note = "no difference" if n.undecided(end.speedup) else f"over {clean(end.composition)}, the unpatched model"
-        found.append(Figure("Patched, end to end", n.speedup(end.speedup), note))
-    found.append(Figure("One step", n.timing(p.step), f"{p.launches:,} launches" if p.launches else "unprofiled"))
-    found.append(
-        Figure(
-            "Idle", n.percent(p.idle_share), "host-bound" if p.host_bound else f"{device} busy {n.duration(p.busy_us)}"
-        )
-    )
-    found.append(Figure("Attributed", n.percent(p.coverage), f"of {device} time to captured operators"))
-    statuses = [c.status for c in session.candidates]
-    rest = ", ".join(f"{statuses.count(s)} {s}" for s in STATUS_ORDER[1:] if s in statuses)
-    found.append(Figure("Candidates accepted", f"{statuses.count('accepted')} of {len(statuses)}", rest))
-    return found
-
-
-def ways(session: Session) -> list[Way]:
-    """The whole-model table: the baseline, each rival, the patched model."""
-    end = session.end_to_end
-    if end is None:
-        return [Way("eager", session.profile.step)]
-    found = [Way(end.composition or "eager", end.baseline)]
-    found += [Way(r.name, r.time, n.ratio(end.baseline, r.time), r.compile_s, r.reason) for r in end.rivals]
-    patched = "patched" if end.composition in ("", "eager") else f"patched + {end.composition}"
-    if end.patched is not None:
-        note = f"{end.sites_patched} site{'s' if end.sites_patched != 1 else ''}" + (
-            "" if end.verified else ", not verified"
-        )
-        found.append(Way(patched, end.patched, end.speedup, note=note, paired=end.speedup is not None))
-    timed = [w for w in found if w.time is not None and math.isfinite(w.time.mid)]
-    first = min(timed, key=lambda w: w.time.mid if w.time else math.inf, default=None)
-    if first is None or first.time is None:
-        return found
-    high = first.time.high
-    clear = len(timed) > 1 and all(w is first or (w.time is not None and w.time.low > high) for w in timed)
-    return [replace(w, best=clear and w is first) for w in found]
-
-
-def noise(session: Session) -> str:
-    """How far the same model is from itself, or "" if that was not measured."""
-    floor = session.end_to_end.noise if session.end_to_end else None
-    if floor is None or math.isnan(floor.low + floor.high):
-        return ""
-    return f"Noise floor, the model against itself: {n.percent(max(abs(floor.low - 1), abs(floor.high - 1)))}."
-
-
 def speedup_text(interval: Interval | None) -> str:
     """ "1.23× [1.20–1.26]", plus "no difference" where 1.0 lies inside."""
     return n.speedup(interval) + (", no difference" if n.undecided(interval) else "")
@@ -179,7 +83,7 @@ def speedup_text(interval: Interval | None) -> str:
 def ordered(candidates: Iterable[CandidateResult]) -> list[CandidateResult]:
     """Accepted first, then by the share of the step."""
     rank = {status: k for k, status in enumerate(STATUS_ORDER)}
-    return sorted(candidates, key=lambda c: (rank.get(c.status, len(rank)), -_finite(c.share)))
+    return sorted(candidates, key=lambda c: (rank.get(c.status, len(rank)), -finite(c.share)))
 
 
 def raced(candidate: CandidateResult) -> list[ContenderResult]:
@@ -266,11 +170,17 @@ def breaks(session: Session) -> str:
 def next_commands(session: Session) -> list[tuple[str, str]]:
     """(command, what it does): what to type next."""
     folder = session.settings.get("run_dir")
-    where = shlex.quote(clean(f"{folder}/session.json" if isinstance(folder, str) and folder else "session.json"))
-    commands = [(f"fusescout report {where} -o report.html", "the full report, one offline file")]
-    if any(c.status == "accepted" for c in session.candidates):
-        commands.append((f"fusescout apply {where}", "patch the model with the accepted candidates"))
+    known = isinstance(folder, str) and folder
+    run, plan = (str(folder), str(folder)) if known else ("session.json", "plan.json")
+    commands = [(f"fusescout report {_quoted(run)} -o report.html", "the full report, one offline file")]
+    if session.end_to_end is not None and session.end_to_end.sites_patched:
+        target = _quoted(session.workload.target)
+        commands.append((f"fusescout apply {_quoted(plan)} {target}", "patch, check and measure again"))
     return commands
+
+
+def _quoted(text: str) -> str:
+    return shlex.quote(clean(text))
 
 
 def policy(session: Session) -> list[str]:
@@ -279,65 +189,6 @@ def policy(session: Session) -> list[str]:
     return [str(t) for t in text] if isinstance(text, list) else [str(text)]
 
 
-def by_op(session: Session) -> list[Group]:
-    return fold(_grouped(session.profile.ops, lambda row: row.op))
-
-
-def by_module(session: Session) -> list[Group]:
-    """Innermost modules; equal layers are one row."""
-    return fold(_grouped(session.profile.ops, lambda row: pattern(row.module) or "(top level)"))
-
-
-def kernels(session: Session) -> list[Group]:
-    rows: Sequence[KernelRow] = session.profile.kernels
-    return fold([Group(r.name, r.calls, r.time_us, r.share, kernels=len(r.nodes)) for r in rows])
-
-
-def fold(groups: list[Group]) -> list[Group]:
-    """Sort by time; what is below 1 % becomes one row at the end."""
-    groups = sorted(groups, key=lambda g: -_finite(g.time_us))
-    small = [g for g in groups if not _finite(g.share) >= SMALL]
-    if len(small) < 2:
-        return groups
-    other = Group(
-        f"other ({len(small)} rows below 1 %)",
-        sum(g.count for g in small),
-        sum(_finite(g.time_us) for g in small),
-        sum(_finite(g.share) for g in small),
-        sum(g.kernels for g in small),
-        sum(g.flops for g in small),
-        sum(g.bytes for g in small),
-        folded=True,
-    )
-    return [*(g for g in groups if _finite(g.share) >= SMALL), other]
-
-
-def _grouped(rows: Iterable[OpRow], name: Callable[[OpRow], str]) -> list[Group]:
-    groups: dict[str, list[OpRow]] = {}
-    for row in rows:
-        groups.setdefault(name(row), []).append(row)
-    return [
-        Group(
-            key,
-            len(members),
-            sum(_finite(m.time_us) for m in members),
-            sum(_finite(m.share) for m in members),
-            sum(m.kernels for m in members),
-            sum(_finite(m.flops) for m in members),
-            sum(_finite(m.bytes) for m in members),
-            _main_bound(members),
-        )
-        for key, members in groups.items()
-    ]
-
-
-def _main_bound(rows: Sequence[OpRow]) -> str:
-    """The bound that holds for most of the rows' time."""
-    weight: defaultdict[str, float] = defaultdict(float)
-    for row in rows:
-        weight[row.bound] += _finite(row.time_us) + 1e-9
-    return max(weight, key=lambda k: weight[k], default="")
-
-
-def _finite(value: float) -> float:
+def finite(value: float) -> float:
+    """0 for what is not a number that can be summed."""
     return value if math.isfinite(value) else 0.0

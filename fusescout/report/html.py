@@ -19,8 +19,10 @@ from markupsafe import Markup
 from fusescout.report import bars
 from fusescout.report import drawing
 from fusescout.report import facts
+from fusescout.report import grouping
 from fusescout.report import numbers
 from fusescout.report import opgraph
+from fusescout.report import wholemodel
 from fusescout.session import Session
 
 MAX_OPS_PER_BOX, MAX_CARDS, MAX_NAME = 40, 60, 32
@@ -37,8 +39,10 @@ def render(session: Session) -> str:
     return page.render(
         s=shown,
         candidates=facts.ordered(shown.candidates),
-        figures=facts.figures(shown),
+        figures=wholemodel.figures(shown),
         facts=facts,
+        whole=wholemodel,
+        grouping=grouping,
         n=numbers,
         bars=bars,
         boxes=graph.boxes,

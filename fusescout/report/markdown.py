@@ -9,6 +9,7 @@ import re
 
 from fusescout.report import facts
 from fusescout.report import numbers as n
+from fusescout.report import wholemodel
 from fusescout.session import Session
 
 MAX_ROWS = 30
@@ -44,7 +45,7 @@ def code(text: str) -> str:
 
 def _whole_model(session: Session) -> str:
     rows = []
-    for way in facts.ways(session):
+    for way in wholemodel.ways(session):
         name = f"**{prose(way.name)}** (best)" if way.best else prose(way.name)
         gain = facts.speedup_text(way.speedup) if way.speedup else n.NOTHING
         rows.append([name, n.timing(way.time), gain, prose(way.note)])

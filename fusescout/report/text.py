@@ -12,6 +12,7 @@ from rich.text import Text
 
 from fusescout.report import facts
 from fusescout.report import numbers as n
+from fusescout.report import wholemodel
 from fusescout.session import CandidateResult
 from fusescout.session import Session
 
@@ -63,7 +64,7 @@ def _whole_model(session: Session) -> Table:
     for head in ("time of one call", "speed-up"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("")
-    for way in facts.ways(session):
+    for way in wholemodel.ways(session):
         notes = [way.note, f"{n.significant(way.compile_s)} s to compile" if way.time and way.compile_s else ""]
         note = ", ".join(part for part in ["no difference" if n.undecided(way.speedup) else "", *notes] if part)
         gain = n.speedup(way.speedup) if way.speedup else ""

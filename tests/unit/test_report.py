@@ -23,9 +23,11 @@ from fusescout.errors import UnknownReportFormat
 from fusescout.report import facts
 from fusescout.report import format_of
 from fusescout.report import formats
+from fusescout.report import grouping
 from fusescout.report import markdown
 from fusescout.report import opgraph
 from fusescout.report import render
+from fusescout.report import wholemodel
 from fusescout.session import Session
 
 
@@ -95,7 +97,7 @@ def test_text_shows_what_was_decided_and_why() -> None:
         "97.0 % of GPU time",
         "pays back after 183,000 calls",
         "Capture failed",
-        "fusescout apply fusescout-runs/bert-1/session.json",
+        "fusescout apply fusescout-runs/bert-1 bert.py",
     ):
         assert needed in text
     assert "\x1b" not in text
@@ -104,10 +106,10 @@ def test_text_shows_what_was_decided_and_why() -> None:
 
 def test_text_names_the_cure_for_host_bound_steps() -> None:
     assert "CUDA graphs are the cure" in render(all_kept(), "text")
-    assert "CUDA graphs" not in render(accepted(), "text")
+    assert "the cure" not in render(accepted(), "text")
     on_cpu = all_kept()
     on_cpu = on_cpu.model_copy(update={"environment": on_cpu.environment.model_copy(update={"device_kind": "cpu"})})
-    assert "CUDA graphs" not in render(on_cpu, "text")
+    assert "the cure" not in render(on_cpu, "text")
 
 
 def test_colour_changes_no_text() -> None:
@@ -172,23 +174,30 @@ def test_no_speedup_without_interval(format: str, make: object) -> None:
 
 
 def test_best_needs_a_clear_lead() -> None:
-    clear = {w.name: w.best for w in facts.ways(accepted())}
-    assert [name for name, best in clear.items() if best] == ["patched"]
-    assert not any(w.best for w in facts.ways(empty()))
+    clear = {w.name: w.best for w in wholemodel.ways(accepted())}
+    assert [name for name, best in clear.items() if best] == ["patched, rest eager"]
+    assert not any(w.best for w in wholemodel.ways(empty()))
     session = accepted()
     end = session.end_to_end
     assert end is not None
     close = end.model_copy(
         update={"patched": end.baseline.model_copy(update={"mid": end.baseline.mid * 0.999}), "rivals": []}
     )
-    assert not any(w.best for w in facts.ways(session.model_copy(update={"end_to_end": close})))
+    assert not any(w.best for w in wholemodel.ways(session.model_copy(update={"end_to_end": close})))
+
+
+def test_an_unverified_patch_is_never_best() -> None:
+    session = accepted()
+    assert session.end_to_end is not None
+    wrong = session.model_copy(update={"end_to_end": session.end_to_end.model_copy(update={"verified": False})})
+    assert not any(w.best for w in wholemodel.ways(wrong) if w.name == "patched, rest eager")
 
 
 def test_small_rows_are_folded_and_nothing_is_lost() -> None:
-    rows = facts.by_op(accepted())
+    rows = grouping.by_op(accepted())
     assert rows[-1].folded
     assert [g.folded for g in rows[:-1]] == [False] * (len(rows) - 1)
-    assert all(g.share >= facts.SMALL for g in rows[:-1])
+    assert all(g.share >= grouping.SMALL for g in rows[:-1])
     assert sum(g.time_us for g in rows) == pytest.approx(sum(op.time_us for op in accepted().profile.ops))
 
 
