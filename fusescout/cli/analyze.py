@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shlex
@@ -99,8 +100,8 @@ def _analyze(
         workload = load(target, argv=argv, device=config.device, dtype=config.dtype, mode=config.mode, seed=config.seed)
         on_event("load", 1, 1, target)
         from fusescout.analysis import run
+        from fusescout.api import write
         from fusescout.report import render
-        from fusescout.session import write_atomic
 
         outcome = run(workload, config, on_event, folder=folder.staging)
         command = shlex.join(["fusescout", *sys.argv[1:]])
@@ -110,9 +111,7 @@ def _analyze(
                 "workload": outcome.session.workload.model_copy(update={"command": command}),
             }
         )
-        session.save(folder.staging / "session.json")
-        outcome.plan.save(folder.staging / "plan.json")
-        write_atomic(folder.staging / "report.html", render(session, "html").encode())
+        write(dataclasses.replace(outcome, session=session), folder.staging)
     if as_json:
         return render(session, "json"), session.end_to_end
     return render(session, "text", width=terminal.width(), color=terminal.color()), session.end_to_end

@@ -1,4 +1,7 @@
-"""Options that several verbs share, and how they become a `Config`. None means "not given" for each of them."""
+"""Options that several verbs share, and how they become a `Config`.
+
+None means "not given". Numbers stay text here: `config.load` checks every value, whatever source it comes from.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,16 @@ Dtype = Annotated[
 Mode = Annotated[str | None, typer.Option(metavar="inference|training", help="eval() or train(). [default: inference]")]
 Effort = Annotated[str | None, typer.Option(metavar="quick|default|max", help="How long to search. [default: default]")]
 Threshold = Annotated[
-    float | None,
-    typer.Option(help="Factor by which a chain's winner must beat the best other contender. [default: 1.05]"),
+    str | None,
+    typer.Option(
+        metavar="X", help="Factor by which a chain's winner must beat the best other contender. [default: 1.05]"
+    ),
 ]
 MinGain = Annotated[
-    float | None, typer.Option(help="End-to-end speed-up that must be reached, such as 1.01. [default: 1.0]")
+    str | None, typer.Option(metavar="X", help="End-to-end speed-up that must be reached, such as 1.01. [default: 1.0]")
 ]
-Runs = Annotated[int | None, typer.Option(help="Profile repetitions. [default: 5]")]
-Rounds = Annotated[int | None, typer.Option(help="Rounds of the end-to-end comparison. [default: 30]")]
+Runs = Annotated[str | None, typer.Option(metavar="N", help="Profile repetitions. [default: 5]")]
+Rounds = Annotated[str | None, typer.Option(metavar="N", help="Rounds of the end-to-end comparison. [default: 30]")]
 Compose = Annotated[
     str | None,
     typer.Option(metavar="eager|inductor|cudagraph|auto", help="What runs the rest of the model. [default: auto]"),
@@ -36,7 +41,7 @@ Compose = Annotated[
 AllowTf32 = Annotated[
     bool | None, typer.Option("--allow-tf32/--no-allow-tf32", help="Let float32 products use TF32. [default: no]")
 ]
-Top = Annotated[int | None, typer.Option(help="Most candidates that are raced. [default: 12]")]
+Top = Annotated[str | None, typer.Option(metavar="N", help="Most candidates that are raced. [default: 12]")]
 Templates = Annotated[
     list[Path] | None, typer.Option(metavar="DIR", help="Folder with more templates; may be given again.")
 ]
@@ -45,15 +50,17 @@ UseCache = Annotated[
     bool | None, typer.Option("--use-cache/--no-use-cache", help="Reuse earlier races. [default: yes]")
 ]
 Deadline = Annotated[
-    float | None, typer.Option("--deadline-s", help="Seconds for each kernel that is tried. [default: 60]")
+    str | None, typer.Option("--deadline-s", metavar="X", help="Seconds for each kernel that is tried. [default: 60]")
 ]
-Jobs = Annotated[int | None, typer.Option("--jobs", "-j", help="Parallel compilations. [default: cores, at most 8]")]
+Jobs = Annotated[
+    str | None, typer.Option("--jobs", "-j", metavar="N", help="Parallel compilations. [default: cores, at most 8]")
+]
 IncludeSource = Annotated[
     bool | None, typer.Option("--include-source/--no-include-source", help="Put model source in reports. [default: no]")
 ]
-Seed = Annotated[int | None, typer.Option(help="Seed for weights, inputs and checks. [default: 0]")]
+Seed = Annotated[str | None, typer.Option(metavar="N", help="Seed for weights, inputs and checks. [default: 0]")]
 FailUnder = Annotated[
-    float | None, typer.Option(help="Exit with 1 unless the end-to-end speed-up is certainly at least this.")
+    str | None, typer.Option(metavar="X", help="Exit with 1 unless the end-to-end speed-up is certainly at least this.")
 ]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Replace what is there.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Exactly one JSON document on stdout.")]

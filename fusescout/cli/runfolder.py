@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -34,9 +35,10 @@ def place_for(output: Path | None, target: str, force: bool) -> Path:
         OutputExists: it isn't empty and --force wasn't given, or it holds no earlier run that could be replaced.
     """
     if output is None:
-        stem = re.sub(r"[^\w.-]+", "-", re.sub(r"\.py(?=$|:)", "", target).rsplit("/", 1)[-1]).strip("-.") or "run"
-        places = [Path(DEFAULT_PARENT, stem if n == 1 else f"{stem}-{n}") for n in range(1, 10_000)]
-        return next(place for place in places if not place.exists())
+        name = re.sub(r"\.py(?=$|:)", "", target).rsplit("/", 1)[-1]
+        stem = re.sub(r"[^\w.-]+", "-", name).strip("-.")[:80] or "run"
+        numbered = (f"{stem}-{n}" if n > 1 else stem for n in itertools.count(1))
+        return next(place for place in (Path(DEFAULT_PARENT, n) for n in numbered) if not place.exists())
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         if not output.is_dir() or not (output / "session.json").exists():
             raise OutputExists(

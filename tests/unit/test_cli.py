@@ -1,0 +1,443 @@
+"""The command line without torch: wiring, exit codes, output, run folders. The analysis is a fake here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from dataclasses import field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_session import accepted
+from sample_session import all_kept
+from sample_session import hostile
+
+from fusescout import cli
+from fusescout.cli.runfolder import place_for
+from fusescout.cli.terminal import Terminal
+from fusescout.cli.terminal import visible
+from fusescout.config import Config
+from fusescout.errors import FuseScoutError
+from fusescout.errors import OutputExists
+from fusescout.errors import Unwritable
+from fusescout.plan import Plan
+from fusescout.session import Session
+
+MODEL = "def get_model(): ...\ndef get_inputs(): ...\n"
+PLAN = Plan(target="model.py", mode="training", device_kind="cpu", device_name="any", torch="2.13")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    session: Session
+    plan: Plan
+
+
+@dataclass
+class Fake:
+    """Stands in for loading and analysing; keeps what it was given."""
+
+    session: Session = field(default_factory=accepted)
+    raises: BaseException | None = None
+    loads: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    configs: list[Config] = field(default_factory=list)
+
+    def load(self, spec: str, **options: Any) -> str:
+        print("the user's code prints this")
+        os.write(1, b"so does a compiler, below Python\n")
+        self.loads.append((spec, options))
+        return "a workload"
+
+    def run(self, workload: str, config: Config, on_event: Any, folder: Path) -> Outcome:
+        assert workload == "a workload"
+        self.configs.append(config)
+        on_event("race", 1, 2, "[bold]linear[/bold]")
+        (folder / "trace.json.gz").write_bytes(b"trace")
+        if self.raises:
+            raise self.raises
+        profile = self.session.profile.model_copy(update={"trace": str(folder / "trace.json.gz")})
+        return Outcome(self.session.model_copy(update={"profile": profile}), PLAN)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
+    made = Fake()
+    analysis = ModuleType("fusescout.analysis")
+    analysis.run = made.run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fusescout.analysis", analysis)
+    monkeypatch.setattr("fusescout.target.load", made.load)
+    monkeypatch.setattr("fusescout.cli.options.require_torch", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FUSESCOUT_CACHE_DIR", str(tmp_path / "cache"))
+    Path("model.py").write_text(MODEL)
+    return made
+
+
+def entries(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*") if "cache" not in p.parts}
+
+
+def test_analyze_writes_the_run_folder_and_prints_the_report(fake: Fake, tmp_path: Path, capfd: Any) -> None:
+    assert cli.main(["analyze", "model.py"]) == 0
+    out, err = capfd.readouterr()
+    assert accepted().verdict in re.sub(r"\s+", " ", out)
+    assert "prints this" not in out and "below Python" not in out
+    assert "prints this" in err and "below Python" in err
+    assert "fusescout-runs/model/report.html" in err
+    run = tmp_path / "fusescout-runs" / "model"
+    assert entries(run) == {"session.json", "plan.json", "report.html", "trace.json.gz"}
+    session = Session.load(run)
+    assert session.profile.trace == "trace.json.gz"
+    assert session.settings["run_dir"] == "fusescout-runs/model"
+    assert session.workload.command.startswith("fusescout ")
+    assert Plan.load(run) == PLAN
+    assert fake.loads[0][1]["seed"] == 0
+
+
+def test_json_is_exactly_one_document(fake: Fake, capfd: Any) -> None:
+    assert cli.main(["analyze", "--json", "model.py"]) == 0
+    assert json.loads(capfd.readouterr().out)["schema_version"] == 1
+
+
+def test_options_reach_the_configuration(fake: Fake) -> None:
+    line = [
+        "analyze",
+        "--effort",
+        "quick",
+        "--top",
+        "3",
+        "--no-use-cache",
+        "--allow-tf32",
+        "--dtype",
+        "bf16",
+        "-j",
+        "1",
+    ]
+    assert cli.main([*line, "--templates", "a", "--templates", "b", "model.py"]) == 0
+    config = fake.configs[0]
+    assert (config.effort, config.top, config.use_cache, config.allow_tf32) == ("quick", 3, False, True)
+    assert (config.dtype, config.jobs, config.templates) == ("bfloat16", 1, (Path("a"), Path("b")))
+    assert fake.loads[0][1]["dtype"] == "bfloat16"
+
+
+def test_every_setting_has_an_option_with_its_name_and_default() -> None:
+    import typer
+
+    command = typer.main.get_command(cli.app).commands["analyze"]  # type: ignore[attr-defined]
+    parameters = {p.name: p for p in command.params}
+    assert set(Config.model_fields) <= set(parameters)
+    assert all(f"--{n.replace('_', '-')}" in parameters[n].opts for n in Config.model_fields)
+    for name, info in Config.model_fields.items():
+        shown = re.search(r"\[default: (.*)\]", parameters[name].help or "")
+        if isinstance(info.default, int | float) and not isinstance(info.default, bool):
+            assert shown and float(shown[1]) == info.default, name
+
+
+def test_what_follows_the_target_is_the_targets(fake: Fake) -> None:
+    assert cli.main(["analyze", "model.py", "--lr", "3e-4", "x"]) == 0
+    assert fake.loads[-1][1]["argv"] == ["--lr", "3e-4", "x"]
+    assert cli.main(["analyze", "model.py", "--", "--json"]) == 0
+    assert fake.loads[-1][1]["argv"] == ["--json"]
+
+
+@pytest.mark.parametrize("stray", [["--json"], ["--device", "cpu"], ["--effort=quick"], ["-v"]])
+def test_our_options_behind_the_target_are_refused(stray: list[str], fake: Fake, capsys: Any) -> None:
+    assert cli.main(["analyze", "model.py", *stray]) == 2
+    assert f"before {stray[0]}" in capsys.readouterr().err.replace("Put ", "before ")
+    assert not fake.loads
+
+
+def test_a_second_run_gets_its_own_folder(fake: Fake, tmp_path: Path) -> None:
+    assert [cli.main(["analyze", "-q", "model.py"]) for _ in range(2)] == [0, 0]
+    assert {p.name for p in (tmp_path / "fusescout-runs").iterdir()} == {"model", "model-2"}
+
+
+def test_an_earlier_run_is_replaced_only_with_force(fake: Fake, tmp_path: Path, capsys: Any) -> None:
+    line = ["analyze", "-o", "out", "model.py"]
+    assert cli.main(line) == 0
+    fake.session = all_kept()
+    assert cli.main(line) == 2
+    assert "--force" in capsys.readouterr().err
+    assert Session.load(tmp_path / "out").verdict == accepted().verdict
+    assert cli.main(["analyze", "--force", *line[1:]]) == 0
+    assert Session.load(tmp_path / "out").verdict == all_kept().verdict
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "model.py", "cache"}
+
+
+def test_force_never_replaces_something_else(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("x")
+    assert cli.main(["analyze", "--force", "-o", "precious", "model.py"]) == 2
+    assert cli.main(["analyze", "--force", "-o", "model.py", "model.py"]) == 2
+    assert (tmp_path / "precious" / "thesis.tex").exists() and Path("model.py").read_text() == MODEL
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "nothing was written"),
+        (FuseScoutError("What.", "Why.", "Fix."), 2, "Why."),
+        (ZeroDivisionError("oops"), 70, "internal error: ZeroDivisionError: oops"),
+        (OSError(28, "No space left on device"), 3, "No space left on device"),
+        (OSError(13, "Permission denied", "/elsewhere"), 70, "Permission denied"),
+        (SystemExit(5), 5, ""),
+    ],
+)
+def test_nothing_half_written_is_left(
+    error: BaseException, code: int, said: str, fake: Fake, tmp_path: Path, capsys: Any
+) -> None:
+    fake.raises = error
+    assert cli.main(["analyze", "model.py"]) == code
+    out, err = capsys.readouterr()
+    assert said in err and "Traceback" not in err and not out
+    assert entries(tmp_path) == {"model.py"}
+
+
+def test_internal_errors_show_their_traceback_on_request(fake: Fake, capsys: Any) -> None:
+    fake.raises = ZeroDivisionError("oops")
+    assert cli.main(["analyze", "-v", "model.py"]) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("limit", "code"), [("1.0", 0), ("99", 1)])
+def test_fail_under(limit: str, code: int, fake: Fake, capsys: Any) -> None:
+    assert cli.main(["analyze", "--fail-under", limit, "model.py"]) == code
+    assert ("--fail-under" in capsys.readouterr().err) is bool(code)
+
+
+def test_keeping_the_frameworks_code_is_a_speedup_of_one(fake: Fake) -> None:
+    fake.session = all_kept().model_copy(update={"end_to_end": None})
+    assert cli.main(["analyze", "--fail-under", "1.0", "model.py"]) == 0
+    assert cli.main(["analyze", "--fail-under", "1.01", "model.py"]) == 1
+
+
+def test_quiet_says_only_the_result(fake: Fake, capfd: Any) -> None:
+    assert cli.main(["analyze", "-q", "model.py"]) == 0
+    assert "report.html" not in capfd.readouterr().err
+
+
+def test_markup_in_user_text_is_text(fake: Fake, capsys: Any) -> None:
+    assert cli.main(["analyze", "[bold red]x[/].py"]) == 2 or fake.loads
+    fake.raises = FuseScoutError("[link=evil]what[/link] \x1b]0;title\x07", "[/]", "")
+    assert cli.main(["analyze", "model.py"]) == 2
+    err = capsys.readouterr().err
+    assert "[link=evil]what[/link] \\x1b]0;title\\x07" in err and "\x1b]0" not in err
+
+
+def test_a_script_runs_as_python_would_run_it(fake: Fake, tmp_path: Path, capsys: Any) -> None:
+    Path("train.py").write_text(
+        "import fusescout, os, sys\nassert __name__ == '__main__'\n"
+        "print(sys.argv[1:], os.environ['FUSESCOUT_EFFORT'], os.environ['FUSESCOUT_OUTPUT'])\n"
+    )
+    assert cli.main(["analyze", "--effort", "quick", "-o", "out", "train.py", "--lr", "3e-4"]) == 0
+    assert capsys.readouterr().out.strip() == "['--lr', '3e-4'] quick out"
+    assert "FUSESCOUT_EFFORT" not in os.environ and not fake.loads
+    Path("train.py").write_text("import fusescout\nraise KeyError('inside')\n")
+    assert cli.main(["analyze", "train.py"]) == 4
+    assert "KeyError: 'inside'" in capsys.readouterr().err
+    assert cli.main(["analyze", "--json", "train.py"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["analyze", "--dtpe", "x", "model.py"], "--dtype"),
+        (["analyze"], "TARGET"),
+        (["analize", "model.py"], "analyze"),
+        (["analyze", "--top", "many", "model.py"], "many"),
+        (["analyze", "--effort", "fast", "model.py"], "option --effort can't be 'fast'"),
+        (["report"], "SESSION"),
+    ],
+)
+def test_wrong_usage(line: list[str], said: str, fake: Fake, capsys: Any) -> None:
+    assert cli.main(line) == 2
+    err = capsys.readouterr().err
+    assert said in err and "Traceback" not in err and not fake.loads
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    accepted().save(tmp_path / "run" / "session.json")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("r.html", "<!doctype html>"), ("r.json", "{"), ("r.md", "**patching"), ("r.txt", ""), ("r.HTML", "<!")],
+)
+def test_report_picks_the_format_by_extension(name: str, start: str, saved: Path, capsys: Any) -> None:
+    assert cli.main(["report", str(saved), "-o", name]) == 0
+    assert Path(name).read_text().lower().lstrip().startswith(start)
+    assert not capsys.readouterr().out
+    before = Path(name).read_bytes()
+    assert cli.main(["report", str(saved), "-o", name]) == 2
+    assert "--force" in capsys.readouterr().err and Path(name).read_bytes() == before
+    assert cli.main(["report", str(saved), "-o", name, "--force"]) == 0
+
+
+def test_report_to_stdout(saved: Path, capsys: Any) -> None:
+    assert cli.main(["report", str(saved / "session.json")]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    assert cli.main(["report", str(saved), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdict"] == accepted().verdict
+    assert cli.main(["report", str(saved), "--format", "html"]) == 0
+    assert capsys.readouterr().out.lower().startswith("<!doctype")
+
+
+def test_html_is_never_written_to_a_terminal(saved: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert cli.main(["report", str(saved), "--format", "html"]) == 2
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line", [["-o", "x.pdf"], ["--format", "pdf"], ["--json", "--format", "html"], ["-o", "run"], ["-o", "no.txt/x.md"]]
+)
+def test_report_refusals(line: list[str], saved: Path, capsys: Any) -> None:
+    Path("no.txt").write_text("a file, no folder")
+    assert cli.main(["report", str(saved), *line]) in (2, 3)
+    assert "error: " in capsys.readouterr().err
+    assert {p.name for p in saved.parent.iterdir()} == {"run", "no.txt"}
+
+
+def test_report_of_no_session(tmp_path: Path, capsys: Any) -> None:
+    assert cli.main(["report", str(tmp_path / "no.json")]) == 2
+    assert capsys.readouterr().err.count("error: ") == 1
+
+
+def test_hostile_sessions_are_shown_not_obeyed(tmp_path: Path, capsys: Any) -> None:
+    hostile().save(tmp_path / "session.json")
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "verb", [[], ["analyze"], ["report"], ["apply"], ["templates"], ["templates", "check"], ["doctor"]]
+)
+def test_help(verb: list[str], capsys: Any) -> None:
+    assert cli.main([*verb, "--help"]) == 0
+    assert "Usage: fusescout" in capsys.readouterr().out
+
+
+def test_version(capsys: Any) -> None:
+    assert cli.main(["--version"]) == 0
+    assert re.fullmatch(r"fusescout \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_help_and_report_start_without_torch(saved: Path) -> None:
+    code = (
+        "import sys; sys.modules.update(torch=None, tilelang=None)\nfrom fusescout.cli import main; sys.exit(main({}))"
+    )
+    for line in (["--help"], ["report", str(saved)], ["templates", "--help"]):
+        assert (
+            subprocess.run([sys.executable, "-c", code.format(line)], capture_output=True, check=False).returncode == 0
+        )
+    spent = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "fusescout", "--help"], capture_output=True, check=True)
+        spent.append(time.perf_counter() - start)
+    assert min(spent) < 1.5  # 0.15 s on a quiet machine; torch alone takes longer than this bound
+
+
+def test_analyze_without_torch_says_what_to_install(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["analyze", "model.py"]) == 3
+    assert "pip install 'fusescout[torch]'" in capsys.readouterr().err
+
+
+TEMPLATE = '''"""Doubles."""
+NAME = "double"
+FAMILY = "pointwise"
+def supports(graph, device): return "never"
+def configs(graph, device): return []
+def kernel(graph, config, device): ...
+'''
+
+
+def test_templates_of_a_folder(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "double.py").write_text(TEMPLATE)
+    option = ["--templates", str(tmp_path)]
+    assert cli.main(["templates", "list", "doub*", "--json", *option]) == 0
+    listed = json.loads(capsys.readouterr().out)["templates"]
+    assert [(t["name"], t["summary"]) for t in listed] == [("double", "Doubles.")]
+    assert cli.main(["templates", "show", "double", "-v", *option]) == 0
+    assert 'FAMILY = "pointwise"' in capsys.readouterr().out
+    assert cli.main(["templates", "show", "nope", *option]) == 2
+    assert "double" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (('return "never"', "return None"), "must refuse"),
+        (('return "never"', "return graph.inputs[7]"), "IndexError"),
+        (("NAME =", "from __future__ import annotations\nNAME ="), "__future__"),
+        (("def kernel", "def colonel"), "kernel"),
+        (("NAME =", "1/0\nNAME ="), "ZeroDivisionError"),
+    ],
+)
+def test_templates_check_finds_broken_ones(change: tuple[str, str], said: str, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "double.py").write_text(TEMPLATE.replace(*change))
+    (tmp_path / "sound.py").write_text(TEMPLATE.replace("double", "sound"))
+    assert cli.main(["templates", "check", "[sd]ou*", "--templates", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert said in out + err and "sound: ok" in out
+
+
+def test_doctor_strict(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    monkeypatch.setattr("fusescout.cli.doctor._ask", lambda code: ("tilelang" not in code, "No module named tilelang"))
+    line = ["doctor", "--cache-dir", str(tmp_path)]
+    assert cli.main(line) == 0
+    assert re.search(r"tilelang +MISSING .*pip install 'fusescout\[tilelang\]'", capsys.readouterr().out)
+    assert cli.main([*line, "--strict"]) == 3
+    capsys.readouterr()
+    assert cli.main([*line, "--json"]) == 0
+    checks = {c["name"]: c["ok"] for c in json.loads(capsys.readouterr().out)}
+    assert checks["torch"] and not checks["tilelang"] and checks["cache"]
+
+
+def test_a_run_folder_for_every_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {"model.py": "model", "a/b.py:Net": "b-Net", "pkg.mod:make": "pkg.mod-make", "..": "run", "x y.py": "x-y"}
+    for target, name in names.items():
+        assert place_for(None, target, force=False) == Path("fusescout-runs", name)
+
+
+@given(st.text())
+def test_a_run_folder_is_always_a_plain_name(target: str) -> None:
+    place = place_for(None, target, force=False)
+    assert place.parent == Path("fusescout-runs") and not place.name.startswith(".") and "/" not in place.name
+
+
+@given(st.text())
+def test_no_control_character_reaches_a_terminal(text: str) -> None:
+    assert all(c.isprintable() or c in "\n\t" for c in visible(text))
+
+
+def test_a_full_disk_behind_stdout_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(Unwritable, match="No space left"):
+            Terminal().out("x" * 100_000)
+        monkeypatch.undo()
+
+
+def test_output_exists_is_said_before_anything_runs(fake: Fake, tmp_path: Path) -> None:
+    with pytest.raises(OutputExists):
+        place_for(tmp_path, "model.py", force=True)
