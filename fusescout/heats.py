@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -171,17 +172,15 @@ def heat(
             entries, key=lambda e: _WORST_FIRST.index(e.status) if e.status in _WORST_FIRST else len(_WORST_FIRST)
         )
     best.tried = len(entries)
-    try:
+    with suppress(*FAILURE):  # a dead worker has dropped everything
         bench.drop([e for e in entries if e is not best])
-    except FAILURE:
-        pass  # a dead worker has dropped everything
     return best
 
 
 def final(
     bench: Bench, entries: list[Entry], case: str, rounds: int, budget_s: float
 ) -> tuple[dict[str, list[float]], str]:
-    """Samples of all entries that are fit, interleaved, and how they were taken. The first two entries are eager, twice.
+    """Interleaved samples of all entries that are fit, and how they were taken. The first two entries are eager, twice.
 
     If the worker dies or hangs, each entry is timed beside eager alone to find the one to blame.
     """

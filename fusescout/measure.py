@@ -96,8 +96,8 @@ def impossible(time_us: float, graph: Subgraph, device: Device) -> str | None:
     if time_us >= floor * IMPOSSIBLE:
         return None
     return (
-        f"{time_us:.3g} µs is less than the {floor:.3g} µs that {flops:.3g} FLOPs and {nbytes:.3g} bytes need on this device;"
-        " the measurement is refused"
+        f"{time_us:.3g} µs is less than the {floor:.3g} µs that {flops:.3g} FLOPs and {nbytes:.3g} bytes need on this"
+        " device; the measurement is refused"
     )
 
 
@@ -155,8 +155,9 @@ class _Cuda:
 
     def round(self, order: Sequence[int]) -> list[float]:
         events = []
+        event: Any = torch.cuda.Event
         for k in order:
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair = event(enable_timing=True), event(enable_timing=True)
             torch.cuda._sleep(int(min(self.host_us[k] * 1.5 + 20, 10_000) * 2000))  # type: ignore[no-untyped-call]
             self.flush.zero_()
             pair[0].record()
@@ -179,7 +180,7 @@ class _Cuda:
                 with torch.cuda.graph(graph):
                     for n in range(GRAPH_CALLS):
                         self.calls[k](sets[n % copies])
-                replays[k] = lambda _, graph=graph: graph.replay()
+                replays[k] = _replay(graph)
         except (RuntimeError, NotImplementedError):  # not capturable: the event policy holds for all then
             torch.cuda.synchronize(self.device)
             return
@@ -192,8 +193,12 @@ class _Cuda:
         )
 
 
+def _replay(graph: torch.cuda.CUDAGraph) -> Call:
+    return lambda _: graph.replay()
+
+
 def _copy(tensor: Tensor) -> Tensor:
-    storage = tensor.untyped_storage().clone()
+    storage: Any = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
         storage, tensor.storage_offset(), tensor.shape, tensor.stride()
     )

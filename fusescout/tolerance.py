@@ -32,7 +32,7 @@ _OFFSET = 1100
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """How one output did. `ratio` is the worst error over the allowed one: at most 1 passes. Errors are relative to rms(t)."""
+    """How one output did. `ratio`: worst error over the allowed, at most 1 passes; the errors are relative to rms(t)."""
 
     ratio: float
     contender: float

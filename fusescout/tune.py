@@ -195,9 +195,9 @@ def _refuse_impossible(
     if not samples or impossible(median(samples["eager"]), subgraph, device):
         return
     for entry in entries[2:]:
-        if entry.status == "ok" and (times := samples.get(entry.contender)):
-            if why := impossible(median(times), subgraph, device):
-                entry.fail("failed", f"Suspiciously fast: {why}.")
+        times = samples.get(entry.contender) if entry.status == "ok" else None
+        if times and (why := impossible(median(times), subgraph, device)):
+            entry.fail("failed", f"Suspiciously fast: {why}.")
 
 
 def _facts(bench: Bench, entry: Entry) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -187,7 +188,7 @@ class Verifier:
 
 
 def gradients(run: Runner, inputs: Sequence[Tensor], wanted: Sequence[int]) -> tuple[Tensor, ...] | None:
-    """Gradients of the `wanted` inputs for random upstream gradients; None if no output needs one. None counts as zero."""
+    """Gradients of the `wanted` inputs for random upstream gradients; absent ones are zeros, None if no output has any."""
     leaves = [t.detach().requires_grad_(k in wanted) for k, t in enumerate(inputs)]
     with torch.enable_grad():
         outputs = [o for o in run(leaves) if o.is_floating_point()]
@@ -230,9 +231,8 @@ def check_model_outputs(
 @contextmanager
 def poisoned(specs: Sequence[TensorSpec], device: str) -> Iterator[None]:
     """Fill the memory that new tensors of these sizes will be given, so that what isn't written shows."""
-    doomed = []
-    for spec in (*specs, *specs):
-        doomed.append(torch.full((max(spec.nbytes, 1),), 0xFF, dtype=torch.uint8, device=device))
+    sizes = [max(spec.nbytes, 1) for spec in (*specs, *specs)]
+    doomed = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes]
     del doomed
     perturb = _mallopt() if device == "cpu" else None
     if perturb:
@@ -248,16 +248,17 @@ def poisoned(specs: Sequence[TensorSpec], device: str) -> Iterator[None]:
 def filled_by_torch() -> Iterator[None]:
     """Let torch.empty give NaN. This changes which kernels torch picks, so it's an extra run, never the only one."""
     modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    memory: Any = torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    memory.fill_uninitialized_memory = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        memory.fill_uninitialized_memory = fill
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -32,7 +33,7 @@ class Worker:
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._errors = tempfile.TemporaryFile()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         self._buffer = b""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fusescout.worker"],
@@ -74,17 +75,13 @@ class Worker:
 
     def close(self) -> None:
         """Kill the child and everything it started."""
-        try:
+        with suppress(ProcessLookupError):  # the whole group is gone already
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass  # the whole group is gone already
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
-                try:
+                with suppress(BrokenPipeError):  # unsent bytes to a dead child
                     stream.close()
-                except BrokenPipeError:
-                    pass  # unsent bytes to a dead child
 
     def __enter__(self) -> Worker:
         return self

@@ -129,14 +129,14 @@ def _proposals(ops: list[Op], spec: TensorSpec) -> Iterator[tuple[str, tuple[Any
         and names & {"mean", "sum", "var", "var_mean"}
         and spec.shape
     ):
-        constants = {float(a) for op in ops if op.name in ("add", "clamp", "clamp_min") for a in op.args if _number(a)}
+        constants = {n for op in ops if op.name in ("add", "clamp", "clamp_min") for n in _numbers(op)}
         for eps in sorted(c for c in constants if 0 < c < 1):
             yield "aten.rms_norm.default", ((spec.shape[-1],), None, eps), ()
             yield "aten.layer_norm.default", ((spec.shape[-1],), None, None, eps), ()
 
 
 def _regions(graph: Subgraph) -> Iterator[tuple[int, int, list[int]]]:
-    """(source, result, members): all that leads from one value to another, reading nothing else and read nowhere else."""
+    """(source, result, members): what leads from one value to another, reads nothing else and is read nowhere else."""
     first = len(graph.inputs)
     for result in range(len(graph.ops) + first - 1, first - 1, -1):
         for source in range(result):
@@ -192,7 +192,7 @@ def _affine(graph: Subgraph) -> Step | None:
     """Weight and bias that follow a norm without them go into the norm."""
     for index, op in _numbered(graph):
         slots = {"rms_norm": 2, "layer_norm": 3}
-        if op.name not in slots or len(op.args) <= slots[op.name] or op.args[2] is not None and op.name == "rms_norm":
+        if op.name not in slots or len(op.args) <= slots[op.name] or (op.name == "rms_norm" and op.args[2] is not None):
             continue
         users = graph.users(index)
         if len(users) != 1 or index in graph.outputs or not (after := graph.op_of(users[0])):
@@ -235,14 +235,15 @@ def _attention(graph: Subgraph) -> Step | None:
         members |= inner | {users[0]}
         if any(i in graph.outputs or not set(graph.users(i)) <= members for i in members - {users[0]}):
             continue
-        specs = [graph.value(i) for i in (query, key, *refs(last.args[1])) + ((mask,) if mask is not None else ())]
+        specs = [
+            graph.value(i) for i in (query, key, *map(int, refs(last.args[1])), *(() if mask is None else (mask,)))
+        ]
         if len({s.dtype for s in specs if isinstance(s, TensorSpec)}) != 1 or specs[-1] is None:
             continue
         turn = graph.op_of(key)
         new: list[Op] = []
-        if turn and turn.name == "transpose" and sorted(d % len(graph.tensor(key).shape) for d in _ints(turn.args[1:])) == [
-            len(graph.tensor(key).shape) - 2, len(graph.tensor(key).shape) - 1,
-        ]:  # fmt: skip
+        rank = len(graph.tensor(key).shape)
+        if turn and turn.name == "transpose" and {d % rank for d in _ints(turn.args[1:])} == {rank - 2, rank - 1}:
             straight: Ref = Ref(turn.inputs[0])
         else:
             new.append(Op("aten.transpose.int", (Ref(key), -1, -2), (), _swapped(graph.tensor(key))))
@@ -265,7 +266,7 @@ def _scores(graph: Subgraph, index: int) -> tuple[int, int, int | None, float, s
         if op is None:
             return None
         members.add(index)
-        numbers = [float(a) for a in op.args if _number(a)]
+        numbers = _numbers(op)
         if op.name in ("matmul", "bmm"):
             return int(op.inputs[0]), int(next(refs(op.args[1]))), mask, scale, members
         if op.name in ("mul", "div") and len(op.inputs) == 1 and len(numbers) == 1 and op.args[0] == Ref(op.inputs[0]):
@@ -375,5 +376,5 @@ def _ints(arg: Any) -> list[int]:
     return [a for a in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(a, int)]
 
 
-def _number(arg: Any) -> bool:
-    return isinstance(arg, int | float) and not isinstance(arg, bool)
+def _numbers(op: Op) -> list[float]:
+    return [float(a) for a in op.args if isinstance(a, int | float) and not isinstance(a, bool)]

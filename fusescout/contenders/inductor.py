@@ -43,14 +43,17 @@ class Inductor:
         """Compile for the captured shapes and run once."""
         from torch._inductor.utils import fresh_cache
 
+        cache: Any = fresh_cache
+        compiler: Any = torch.compile
+
         # Dynamo counts recompilations per code object, so each build needs a function of its own.
         scope: dict[str, Any] = {"torch": torch}
         exec(compile(to_source(graph), f"<inductor {graph.key[:12]}>", "exec"), scope)
         example = InputSource(graph, None, device.kind, 0).make("normal")
         start = time.perf_counter()
         try:
-            with fresh_cache() if self.cold else nullcontext(), torch.no_grad():
-                compiled = torch.compile(scope["reference"], fullgraph=True, dynamic=False, mode=variant["mode"])
+            with cache() if self.cold else nullcontext(), torch.no_grad():
+                compiled = compiler(scope["reference"], fullgraph=True, dynamic=False, mode=variant["mode"])
                 compiled(*example)
         except Exception as error:  # isolation boundary: Inductor failing is a result of the race
             first = (str(error).strip().splitlines() or [""])[0]

@@ -59,7 +59,11 @@ def script(graph: Subgraph, device: Device, title: str, code: str) -> str:
     """
     return "\n".join(
         [
-            f'"""{title}: {" -> ".join(graph.chain)}\n\nInputs: {", ".join(map(str, graph.inputs))}.\nWritten by FuseScout; needs torch only.\n"""',
+            f'"""{title}: {" -> ".join(graph.chain)}',
+            "",
+            f"Inputs: {', '.join(map(str, graph.inputs))}.",
+            "Written by FuseScout; needs torch only.",
+            '"""',
             "",
             "import statistics",
             "import time",
