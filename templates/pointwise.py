@@ -8,6 +8,12 @@ over threads and the innermost loop is left to the C++ compiler's vectoriser.
 
 import math
 
+from fusescout.templates.body import buffer_dtype
+from fusescout.templates.body import flat
+from fusescout.templates.body import indent
+from fusescout.templates.body import loaded
+from fusescout.templates.body import signature
+from fusescout.templates.body import stored
 from fusescout.templates.dialect import Dialect
 from fusescout.templates.dialect import dialect_for
 from fusescout.templates.expression import compute_dtype
@@ -38,7 +44,7 @@ def supports(graph: Subgraph, device: Device) -> str | None:
     try:
         for spec in graph.inputs:
             compute_dtype(spec.dtype)
-        space_of(graph, tuple(range(len(graph.inputs))))
+        space_of(graph)
     except Unsupported as reason:
         return str(reason)
     return None
@@ -46,7 +52,7 @@ def supports(graph: Subgraph, device: Device) -> str | None:
 
 def configs(graph: Subgraph, device: Device) -> list[Config]:
     """Block sizes, best guess first."""
-    space = space_of(graph, tuple(range(len(graph.inputs))))
+    space = space_of(graph)
     if device.kind == "cpu":
         return [{"block": b} for b in (16384, 4096, 65536) if b < 4 * space.numel] or [{"block": 16384}]
     widest = max(DTYPE_BYTES[o.dtype] for o in space.operands)
@@ -69,47 +75,11 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
 def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
     """The chain as one kernel."""
     dialect = dialect_for(device.kind, tuple(s.dtype for s in graph.output_specs))
-    space = space_of(graph, tuple(range(len(graph.inputs))))
+    space = space_of(graph)
     name = f"fs_pointwise_{graph.key[:10]}"
     body = _cpu(graph, space.collapsed(), config, dialect) if dialect.cpu else _cuda(graph, space, config, dialect)
     text = dialect.header() + signature(name, space.operands, dialect) + body
     return Kernel(build(text, name), tuple(o.param for o in space.operands), text, dialect.pass_configs)
-
-
-def signature(name: str, operands: tuple, dialect: Dialect) -> str:
-    """Head of the prim_func. Parameters are declared as the tensors are; `flat` gives them one dimension."""
-    lines = ["", "@T.prim_func", f"def {name}("]
-    for o in operands:
-        if dialect.cpu:  # only addresses are passed
-            lines.append(f'    {o.name}: T.Tensor(({o.span},), "{dialect.storage(o.dtype)}"),')
-        else:
-            p = o.param
-            lines.append(f'    {o.name}_: T.StridedTensor({p.shape}, {p.stride}, "{p.dtype}"),')
-    return "\n".join([*lines, "):", ""])
-
-
-def flat(operands: tuple, dialect: Dialect) -> list:
-    """Lines that give each parameter its one-dimensional form (bools as bytes, which have vector loads)."""
-    if dialect.cpu:
-        return []
-    return [f'{o.name} = T.Tensor(({o.span},), "{buffer_dtype(o, dialect)}", {o.name}_.data)' for o in operands]
-
-
-def buffer_dtype(o: Operand, dialect: Dialect) -> str:
-    """Dtype of an operand's elements where the kernel reads them."""
-    return "uint8" if o.dtype == "bool" and not dialect.cpu else dialect.storage(o.dtype)
-
-
-def loaded(element: str, o: Operand, dialect: Dialect) -> str:
-    """Value of a buffer element of `o`."""
-    if o.dtype == "bool" and not dialect.cpu:
-        return f"let(T.NE({element}, T.uint8(0)))"
-    return f"let({dialect.load(element, o.dtype)})"
-
-
-def stored(value: str, o: Operand, dialect: Dialect) -> str:
-    """What to assign to a buffer element of `o`."""
-    return f'T.cast({value}, "uint8")' if o.dtype == "bool" and not dialect.cpu else dialect.store(value, o.dtype)
 
 
 def _chain(graph: Subgraph, space: Space, elements: dict, dialect: Dialect) -> list:
@@ -120,10 +90,6 @@ def _chain(graph: Subgraph, space: Space, elements: dict, dialect: Dialect) -> l
     more, values = emit(graph, values, dialect, range(first, first + len(graph.ops)))
     results = zip(space.outputs, graph.outputs, strict=True)
     return [*lines, *more, *(f"{elements[o.name]} = {stored(values[v], o, dialect)}" for o, v in results)]
-
-
-def indent(lines: list, depth: int) -> str:
-    return "".join(f"{'    ' * depth}{line}\n" for line in lines)
 
 
 def _cpu(graph: Subgraph, space: Space, config: Config, dialect: Dialect) -> str:

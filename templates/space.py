@@ -47,11 +47,12 @@ class Operand:
 
 @dataclass(frozen=True)
 class Space:
-    """`sizes` of the dimensions, outermost first (none is 1), and the operands, inputs first."""
+    """`sizes` of the dimensions, outermost first (none is 1), and the operands. The last `depth` make a row."""
 
     sizes: tuple
     inputs: tuple
     outputs: tuple
+    depth: int = 0
 
     @property
     def operands(self) -> tuple:
@@ -60,6 +61,16 @@ class Space:
     @property
     def numel(self) -> int:
         return math.prod(self.sizes)
+
+    def offset(self, o: Operand, row: str, column: str) -> str:
+        """Text of an operand's offset at a row and a place in it."""
+        cut = len(self.sizes) - self.depth
+        parts = (address(row, self.sizes[:cut], o.strides[:cut]), address(column, self.sizes[cut:], o.strides[cut:]))
+        return " + ".join(p for p in parts if p != "0") or "0"
+
+    def per_row(self, o: Operand) -> bool:
+        """Whether an operand has one element per row."""
+        return not any(o.strides[len(self.sizes) - self.depth :])
 
     def collapsed(self) -> "Space":
         """The same space with neighbouring dimensions merged where all operands allow it."""
@@ -72,29 +83,31 @@ class Space:
         return Space(sizes, tuple(map(merged, self.inputs)), tuple(map(merged, self.outputs)))
 
 
-def space_of(graph: Subgraph, inputs: tuple, fixed: int = 0) -> Space:
+def space_of(graph: Subgraph, shape: tuple | None = None, depth: int = 0) -> Space:
     """The space of `graph`'s outputs.
 
     Args:
-        inputs: value indices of the inputs the kernel reads.
-        fixed: so many last dimensions keep their place at the end, unmerged with the rest (row templates).
+        shape: the full shape; by default that of the outputs, which then must agree.
+        depth: so many last dimensions keep their order and place (rows).
 
     Raises:
         Unsupported: outputs of different shapes, or one that doesn't fill its memory.
     """
-    shape = graph.tensor(graph.outputs[0]).shape
+    if shape is None:
+        shape = graph.tensor(graph.outputs[0]).shape
+        if any(graph.tensor(v).shape != shape for v in graph.outputs):
+            raise Unsupported("its outputs differ in shape")
     for value in graph.outputs:
         spec = graph.tensor(value)
-        if spec.shape != shape:
-            raise Unsupported("its outputs differ in shape")
         if not _dense(spec):
             raise Unsupported(f"its output {spec} leaves gaps in memory or overlaps itself")
     if 0 in shape:
         raise Unsupported("its output is empty: there is nothing to compute")
     channels = channel_inputs(graph)
-    rows = {k: broadcast_strides(graph.inputs[k], shape, channels.get(k)) for k in inputs}
-    first = graph.tensor(graph.outputs[0]).stride
-    lead = len(shape) - fixed
+    inputs = [broadcast_strides(spec, shape, channels.get(k)) for k, spec in enumerate(graph.inputs)]
+    outputs = [broadcast_strides(graph.tensor(v), shape) for v in graph.outputs]
+    first = outputs[0]
+    lead = len(shape) - depth
     order = sorted(range(lead), key=lambda d: -first[d])
     order = [d for d in (*order, *range(lead, len(shape))) if shape[d] != 1]
 
@@ -103,11 +116,12 @@ def space_of(graph: Subgraph, inputs: tuple, fixed: int = 0) -> Space:
 
     return Space(
         tuple(shape[d] for d in order),
-        tuple(operand(f"in{k}", "input", k, graph.inputs[k], rows[k]) for k in inputs),
+        tuple(operand(f"in{k}", "input", k, graph.inputs[k], strides) for k, strides in enumerate(inputs)),
         tuple(
-            operand(f"out{k}", "output", k, graph.tensor(v), graph.tensor(v).stride)
-            for k, v in enumerate(graph.outputs)
+            operand(f"out{k}", "output", k, graph.tensor(graph.outputs[k]), strides)
+            for k, strides in enumerate(outputs)
         ),
+        sum(d >= lead for d in order),
     )
 
 

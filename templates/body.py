@@ -1,0 +1,44 @@
+"""Pieces of generated source that the pointwise and the row template share: signature, loads, stores."""
+
+from fusescout.templates.dialect import Dialect
+from fusescout.templates.space import Operand
+
+
+def signature(name: str, operands: tuple, dialect: Dialect) -> str:
+    """Head of the prim_func. Parameters are declared as the tensors are; `flat` gives them one dimension."""
+    lines = ["", "@T.prim_func", f"def {name}("]
+    for o in operands:
+        if dialect.cpu:  # only addresses are passed
+            lines.append(f'    {o.name}: T.Tensor(({o.span},), "{dialect.storage(o.dtype)}"),')
+        else:
+            p = o.param
+            lines.append(f'    {o.name}_: T.StridedTensor({p.shape}, {p.stride}, "{p.dtype}"),')
+    return "\n".join([*lines, "):", ""])
+
+
+def flat(operands: tuple, dialect: Dialect) -> list:
+    """Lines that give each parameter its one-dimensional form (bools as bytes, which have vector loads)."""
+    if dialect.cpu:
+        return []
+    return [f'{o.name} = T.Tensor(({o.span},), "{buffer_dtype(o, dialect)}", {o.name}_.data)' for o in operands]
+
+
+def buffer_dtype(o: Operand, dialect: Dialect) -> str:
+    """Dtype of an operand's elements where the kernel reads them."""
+    return "uint8" if o.dtype == "bool" and not dialect.cpu else dialect.storage(o.dtype)
+
+
+def loaded(element: str, o: Operand, dialect: Dialect) -> str:
+    """Value of a buffer element of `o`."""
+    if o.dtype == "bool" and not dialect.cpu:
+        return f"let(T.NE({element}, T.uint8(0)))"
+    return f"let({dialect.load(element, o.dtype)})"
+
+
+def stored(value: str, o: Operand, dialect: Dialect) -> str:
+    """What to assign to a buffer element of `o`."""
+    return f'T.cast({value}, "uint8")' if o.dtype == "bool" and not dialect.cpu else dialect.store(value, o.dtype)
+
+
+def indent(lines: list, depth: int) -> str:
+    return "".join(f"{'    ' * depth}{line}\n" for line in lines)
