@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from collections.abc import Set
+from dataclasses import dataclass
 
 from markupsafe import Markup
 
@@ -16,14 +16,23 @@ from fusescout.report.opgraph import Collapsed
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN, LANE, HEAD = 282, 26, 16, 22, 22, 9, 16
 COLUMNS, LANES, LABEL_CHARS = 4, 8, 26
 
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """How a candidate is marked in its boxes: its number in the report, and whether that stands out."""
+
+    text: str
+    best: bool
+
+
 Place = tuple[int, int, int]
 """(row, left edge, top edge), the edges in pixels."""
 
 
-def draw(graph: Collapsed, accepted: Set[str] = frozenset()) -> Markup:
+def draw(graph: Collapsed, marks: Mapping[str, Mark]) -> Markup:
     """The graph as one `<svg>`, or nothing for an empty one.
 
-    Each box links to `#box-<index>`; ids of candidates in `accepted` stand out.
+    Each box links to `#box-<index>`; `marks` are by candidate id.
     """
     if not graph.boxes:
         return Markup("")
@@ -35,7 +44,7 @@ def draw(graph: Collapsed, accepted: Set[str] = frozenset()) -> Markup:
     shapes = [_frame(places, fold, width - 6) for fold in graph.folds]
     shapes += [_edge(places, edge, lanes.get(edge), side) for edge in graph.edges]
     hottest = max(box.share for box in graph.boxes)
-    shapes += [_box(box, k, places[k], hottest, accepted) for k, box in enumerate(graph.boxes)]
+    shapes += [_box(box, k, places[k], hottest, marks) for k, box in enumerate(graph.boxes)]
     return Markup(
         '<svg class="graph" role="group" aria-label="Op graph, {} boxes; the same boxes are listed below as text" '
         'width="{}" height="{}" viewBox="0 0 {} {}">{}</svg>'
@@ -110,14 +119,12 @@ def _edge(places: list[Place], edge: tuple[int, int], lane: int | None, side: in
     )
 
 
-def _box(box: Box, index: int, place: Place, hottest: float, accepted: Set[str]) -> Markup:
+def _box(box: Box, index: int, place: Place, hottest: float, marks: Mapping[str, Mark]) -> Markup:
     _, x, y = place
     heat = round(0.6 * (max(box.share, 0.0) / hottest) ** 0.7, 3) if hottest > 0 else 0
     ids = Markup("").join(
-        Markup('<tspan class="{}">{} </tspan>').format(
-            "best" if i in accepted else "quiet", facts.shorten(facts.clean(i), 5)
-        )
-        for i in box.candidates[:3]
+        Markup('<tspan class="{}">#{} </tspan>').format("best" if mark.best else "quiet", mark.text)
+        for mark in [marks[i] for i in box.candidates if i in marks][:3]
     )
     title = f"{facts.clean(box.label)}: {facts.chain_text([op.op for op in box.ops])}, {n.duration(box.time_us)}"
     frame = Markup('x="{}" y="{}" width="{}" height="{}" rx="3"').format(x, y, WIDTH, HEIGHT)
@@ -132,7 +139,7 @@ def _box(box: Box, index: int, place: Place, hottest: float, accepted: Set[str])
         heat,
         x + 8,
         y + 17,
-        _label(box.label),
+        _label(box),
         x + WIDTH - 8,
         y + 17,
         ids,
@@ -140,8 +147,11 @@ def _box(box: Box, index: int, place: Place, hottest: float, accepted: Set[str])
     )
 
 
-def _label(path: str) -> str:
-    """The end of a module path: two parts with a name."""
-    parts = facts.clean(path).split(".") if "…" not in path else [facts.clean(path)]
-    keep = next((k for k in range(2, len(parts)) if not (parts[-k] == "*" or parts[-k].isdigit())), len(parts))
-    return facts.shorten(".".join(parts[-keep:]) or "(top level)", LABEL_CHARS)
+def _label(box: Box) -> str:
+    """The end of a module path, two parts with a name; where there is no name, what it runs."""
+    label = facts.clean(box.label)
+    parts = [label] if "…" in label else label.split(".")
+    named = [k for k, part in enumerate(parts) if part and part != "*" and not part.isdigit()]
+    if not named:
+        return facts.shorten(f"{label or '(top level)'} {facts.chain_text([op.op for op in box.ops])}", LABEL_CHARS)
+    return facts.shorten(".".join(parts[min(named[-2:][0], len(parts) - 2) if len(parts) > 1 else 0 :]), LABEL_CHARS)

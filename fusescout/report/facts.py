@@ -20,6 +20,8 @@ from fusescout.session import Session
 from fusescout.session import Site
 
 MAX_OP = 60
+DISTURBED = 1.5
+"""Operators that take this much longer than the whole unprofiled step were not measured on a quiet machine."""
 STATUS_ORDER = ("accepted", "dropped", "kept", "not raced")
 INDEX = re.compile(r"(?<![^.])\d+(?![^.])")
 INVISIBLE = {"Cc", "Cf", "Cs", "Zl", "Zp"}
@@ -36,6 +38,11 @@ def shorten(text: str, limit: int) -> str:
         return text
     head = (limit - 1) * 2 // 3
     return f"{text[:head]}…{text[head + 1 - limit :]}"
+
+
+def cut(text: str, limit: int) -> str:
+    """Cut the end off a long sentence."""
+    return text if len(text) <= limit else f"{text[: limit - 1].rstrip()}…"
 
 
 def chain_text(chain: Sequence[str], limit: int = 12) -> str:
@@ -121,14 +128,21 @@ def environment(session: Session) -> str:
     versions += [
         f"{name} {value}" for name, value in (("TileLang", e.tilelang), ("nvcc", e.nvcc), ("driver", e.driver)) if value
     ]
-    parts = [f"{e.device_name} ({cores})", *versions, f"Python {e.python}", e.os, f"FuseScout {e.fusescout}", e.date]
+    parts = [
+        f"{e.device_name} ({cores})",
+        *versions,
+        f"Python {e.python}",
+        e.os,
+        f"FuseScout {e.fusescout}",
+        e.date[:16].replace("T", " "),
+    ]
     return clean(" · ".join(p for p in [f"{w.dtype} {w.mode}", *parts] if p))
 
 
 def workload(session: Session) -> str:
     """One line: model, size, inputs."""
     w = session.workload
-    size = f"{n.significant(w.parameters / 1e6)} M parameters" if w.parameters else ""
+    size = f"{n.quantity(w.parameters)} parameters" if w.parameters else ""
     return clean(" · ".join(p for p in [w.model, size, ", ".join(w.inputs[:4])] if p))
 
 
@@ -155,6 +169,17 @@ def host_bound(session: Session) -> str:
     return (
         f"Host-bound: the GPU idles {n.percent(p.idle_share)} of the step, waiting{launches}. CUDA graphs are the cure "
         '(torch.compile(mode="reduce-overhead")); fusing kernels helps only as far as it removes launches.'
+    )
+
+
+def disturbed(session: Session) -> str:
+    """A word of caution if the profiled run can't have been a normal one, or ""."""
+    p = session.profile
+    if not p.attributed_us > DISTURBED * p.step.high > 0:
+        return ""
+    return (
+        f"The operators of the profiled run add up to {n.duration(p.attributed_us)}, the unprofiled step takes "
+        f"{n.timing(p.step)}: the profiled run was slowed down, so read times and shares by operator with care."
     )
 
 

@@ -26,6 +26,8 @@ from fusescout.report import wholemodel
 from fusescout.session import Session
 
 MAX_OPS_PER_BOX, MAX_CARDS, MAX_NAME = 40, 60, 32
+PLACE = re.compile(r"\S+?:\d+(?= |$)")
+"""Of "model.py:31 x = gelu(x)", as capture writes it, the file and the line number."""
 INTERVAL = re.compile(r"(\S+) \[([^\s–]+)–([^\s–]+)\]")
 PROSE_SETTINGS = frozenset({"policy", "include_source", "run_dir"})
 
@@ -34,11 +36,12 @@ def render(session: Session) -> str:
     """The page. Source lines are in it only if `session.settings["include_source"]` is true."""
     shown = session if session.settings.get("include_source") is True else without_source(session)
     graph = opgraph.collapse(shown)
-    accepted = frozenset(c.id for c in shown.candidates if c.status == "accepted")
+    candidates = facts.ordered(shown.candidates)
+    marks = {c.id: drawing.Mark(str(k), c.status == "accepted") for k, c in enumerate(candidates, 1)}
     page = _environment().get_template("report.html.j2")
     return page.render(
         s=shown,
-        candidates=facts.ordered(shown.candidates),
+        candidates=candidates,
         figures=wholemodel.figures(shown),
         facts=facts,
         whole=wholemodel,
@@ -46,7 +49,7 @@ def render(session: Session) -> str:
         n=numbers,
         bars=bars,
         boxes=graph.boxes,
-        graph=drawing.draw(graph, accepted),
+        graph=drawing.draw(graph, marks),
         settings={k: v for k, v in shown.settings.items() if k not in PROSE_SETTINGS},
         max_ops=MAX_OPS_PER_BOX,
         max_cards=MAX_CARDS,
@@ -58,13 +61,22 @@ def render(session: Session) -> str:
 
 
 def without_source(session: Session) -> Session:
-    """The session with no line of the model's source in it: a page is made to be passed on."""
+    """The session with no line of the model's source in it, only where it is: a page is made to be passed on."""
     profile = session.profile
+
+    def place(source: str) -> str:
+        found = PLACE.match(source)
+        return found[0] if found else ""
+
     return session.model_copy(
         update={
-            "profile": profile.model_copy(update={"ops": [op.model_copy(update={"source": ""}) for op in profile.ops]}),
+            "profile": profile.model_copy(
+                update={"ops": [op.model_copy(update={"source": place(op.source)}) for op in profile.ops]}
+            ),
             "candidates": [
-                c.model_copy(update={"sites": [site.model_copy(update={"source": ""}) for site in c.sites]})
+                c.model_copy(
+                    update={"sites": [site.model_copy(update={"source": place(site.source)}) for site in c.sites]}
+                )
                 for c in session.candidates
             ],
         }

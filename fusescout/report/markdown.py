@@ -23,7 +23,7 @@ def render(session: Session) -> str:
     blocks += ["### Candidates", _candidates(session) if session.candidates else "No fusion candidates."]
     if session.rejections:
         blocks += ["### Not worth fusing", _rejections(session)]
-    notes = [facts.coverage(session), facts.host_bound(session)]
+    notes = [facts.coverage(session), facts.disturbed(session), facts.host_bound(session)]
     notes += [f"Graph break: {b.reason} {b.where}" for b in session.profile.breaks]
     notes += [f"Warning: {w}" for w in session.warnings]
     blocks += ["### Notes", "\n".join(f"- {prose(note)}" for note in notes[:MAX_ROWS] if note)]

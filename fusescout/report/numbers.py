@@ -33,7 +33,8 @@ class Unit:
 
 TIMES = (Unit("µs", 1.0), Unit("ms", 1e3), Unit("s", 1e6))
 BYTES = (Unit("B", 1.0), Unit("kB", 1e3), Unit("MB", 1e6), Unit("GB", 1e9), Unit("TB", 1e12))
-FLOPS = (Unit("FLOP", 1.0), Unit("MFLOP", 1e6), Unit("GFLOP", 1e9), Unit("TFLOP", 1e12))
+COUNTS = (Unit("", 1.0), Unit("k", 1e3), Unit("M", 1e6), Unit("G", 1e9), Unit("T", 1e12))
+FLOPS = (Unit("FLOP", 1.0), Unit("kFLOP", 1e3), Unit("MFLOP", 1e6), Unit("GFLOP", 1e9), Unit("TFLOP", 1e12))
 
 
 def unit_for(values: Iterable[float | None], units: tuple[Unit, ...] = TIMES) -> Unit:
@@ -61,6 +62,11 @@ def duration(us: float | None) -> str:
 
 def nbytes(count: float) -> str:
     return _with_unit(count, BYTES)
+
+
+def quantity(count: float) -> str:
+    """ "109 M", "99.6 k", "812": for what is counted."""
+    return _with_unit(count, COUNTS).rstrip()
 
 
 def flops(count: float) -> str:

@@ -41,17 +41,17 @@ def render(session: Session, width: int = 100, color: bool = False) -> str:
     console.print(_candidates(found) if found else Text("No fusion candidates.\n"))
     _rest(console, len(found), MAX_CANDIDATES, "candidates")
     accepted = [c for c in found if c.status == "accepted"]
-    for candidate in accepted[:MAX_CARDS]:
-        console.print(_hanging(f"{candidate.id}  ", _contenders(candidate)))
+    for number, candidate in enumerate(accepted[:MAX_CARDS], 1):
+        console.print(_hanging(f"{number}  ", _contenders(candidate)))
     _rest(console, len(accepted), MAX_CARDS, "accepted candidates")
     _rejections(console, session)
-    for line in (facts.coverage(session), facts.host_bound(session)):
+    for line in (facts.coverage(session), facts.disturbed(session), facts.host_bound(session)):
         if line:
             console.print(Text(line))
     if session.profile.breaks:
         console.print(_line(facts.breaks(session), 160))
     for warning in session.warnings[:MAX_WARNINGS]:
-        console.print(_hanging("Warning: ", Text(facts.shorten(facts.clean(warning), 180))))
+        console.print(_hanging("Warning: ", Text(facts.cut(facts.clean(warning), 180))))
     _rest(console, len(session.warnings), MAX_WARNINGS, "warnings")
     for command, what in facts.next_commands(session):
         fits = len(command) + len(what) + 4 <= width
@@ -86,11 +86,11 @@ def _candidates(found: list[CandidateResult]) -> Table:
     table.add_column("winner", max_width=10)
     table.add_column("over best other", justify="right", no_wrap=True)
     table.add_column("status", no_wrap=True)
-    for c in found[:MAX_CANDIDATES]:
+    for number, c in enumerate(found[:MAX_CANDIDATES], 1):
         style = BEST if c.status == "accepted" else ""
         gain = n.speedup(c.speedup) if c.speedup else n.NOTHING
         table.add_row(
-            _soft(facts.clean(c.id)),
+            Text(str(number)),
             Text(facts.shorten(facts.chain_text(c.chain, 6), 56)),
             Text(f"×{len(c.sites)}"),
             Text(n.percent(c.share)),
@@ -105,9 +105,9 @@ def _candidates(found: list[CandidateResult]) -> Table:
 
 def _contenders(candidate: CandidateResult) -> Text:
     """ "tilelang 61.8 µs [61.5–62.1] · inductor 70.1 µs [69.8–70.5] · …"."""
-    line = Text()
+    line = Text(f"{facts.shorten(facts.clean(candidate.id), 40)}: ")
     for contender in facts.raced(candidate):
-        if line:
+        if not line.plain.endswith(": "):
             line.append(" · ", DIM)
         style = BEST if contender.name == candidate.winner else ""
         state = n.timing(contender.time) if contender.status == "ok" else facts.clean(contender.status)
@@ -158,7 +158,7 @@ def _hanging(head: str, body: Text) -> Table:
 
 
 def _line(text: str, limit: int) -> Padding:
-    return Padding(Text(facts.shorten(facts.clean(text), limit)), 0, expand=False)
+    return Padding(Text(facts.cut(facts.clean(text), limit)), 0, expand=False)
 
 
 def _rest(console: Console, count: int, shown: int, what: str) -> None:

@@ -36,7 +36,7 @@ class Figure:
 def figures(session: Session) -> list[Figure]:
     """The numbers to see first."""
     p, end = session.profile, session.end_to_end
-    device = "GPU" if session.environment.device_kind == "cuda" else "operators"
+    device, what = ("GPU", "GPU") if session.environment.device_kind == "cuda" else ("operators", "operator")
     found = []
     if end is not None and end.speedup is not None:
         note = "no difference" if n.undecided(end.speedup) else "over eager, the unpatched model"
@@ -44,7 +44,7 @@ def figures(session: Session) -> list[Figure]:
     found.append(Figure("One step", n.timing(p.step), f"{p.launches:,} launches" if p.launches else "unprofiled"))
     busy = "host-bound" if p.host_bound else f"{device} busy {n.duration(p.busy_us)}"
     found.append(Figure("Idle", n.percent(p.idle_share), busy))
-    found.append(Figure("Attributed", n.percent(p.coverage), f"of {device} time to captured operators"))
+    found.append(Figure("Attributed", n.percent(p.coverage), f"of {what} time to captured operators"))
     statuses = [c.status for c in session.candidates]
     rest = ", ".join(f"{statuses.count(s)} {s}" for s in STATUS_ORDER[1:] if s in statuses)
     found.append(Figure("Candidates accepted", f"{statuses.count('accepted')} of {len(statuses)}", rest))

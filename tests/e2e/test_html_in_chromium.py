@@ -30,8 +30,8 @@ const all = (selector) => [...document.querySelectorAll("#candidates-table " + s
 const button = (text) => all("thead button").find((b) => b.textContent === text);
 const column = (k) => all("tbody tr").map((r) => r.cells[k].textContent).join("|");
 const log = [];
-button("Id").click(); log.push(column(0));
-button("Id").click(); log.push(column(0));
+button("No.").click(); log.push(column(0));
+button("No.").click(); log.push(column(0));
 button("Sites").click(); log.push(column(2));
 log.push(all("[aria-sort]").map((h) => h.textContent + " " + h.getAttribute("aria-sort")).join());
 document.body.dataset.witness = log.join(";");
@@ -89,7 +89,7 @@ def test_sorting(tmp_path: Path) -> None:
     dom, console = browse(page.replace("</body>", WITNESS), tmp_path, "--dump-dom")
     assert console == ""
     body = next(attrs for tag, attrs in Page(dom).elements if tag == "body")
-    assert body["data-witness"] == "c1|c2|c3|c5;c5|c3|c2|c1;24|12|1|1;Sites descending"
+    assert body["data-witness"] == "4|3|2|1;1|2|3|4;24|12|1|1;Sites descending"
 
 
 def test_links_open_what_they_point_to(tmp_path: Path) -> None:

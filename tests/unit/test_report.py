@@ -246,3 +246,11 @@ def test_reports_need_no_torch() -> None:
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str(len(formats()))
+
+
+def test_a_disturbed_profile_is_said_so() -> None:
+    session = accepted()
+    slow = session.profile.model_copy(update={"attributed_us": 80_000.0})
+    for format in ("text", "markdown", "html"):
+        assert "slowed down" in render(session.model_copy(update={"profile": slow}), format)
+        assert "slowed down" not in render(session, format)
