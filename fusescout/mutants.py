@@ -27,8 +27,14 @@ K_STEP = 16
 Edit = Callable[[Tensor], Tensor]
 
 
-def self_test(graph: Subgraph, captured: Sequence[Tensor] | None, device: str, seed: int = 0) -> dict[str, str]:
-    """Plant every bug in eager and try to get it through the full check.
+def self_test(
+    graph: Subgraph,
+    captured: Sequence[Tensor] | None,
+    device: str,
+    seed: int = 0,
+    names: Sequence[str] | None = None,
+) -> dict[str, str]:
+    """Plant every bug (or those in `names`) in eager and try to get it through the full check.
 
     Returns:
         By bug: "rejected: reason", "not distinguishable" or, if the verifier failed, "ACCEPTED".
@@ -36,6 +42,8 @@ def self_test(graph: Subgraph, captured: Sequence[Tensor] | None, device: str, s
     verifier = Verifier(graph, captured, device, seed)
     found = {}
     for name, mutant in mutants(graph).items():
+        if names is not None and name not in names:
+            continue
         outcome = verifier.check(mutant, "full")
         if outcome.reason:
             found[name] = f"{REJECTED}: {outcome.reason}"

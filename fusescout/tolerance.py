@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 NEIGHBOURS = 256
-_OFFSET = 1100
-"""float64 exponents reach from -1074 to 1024."""
+_BUCKETS = 1 << 11
+"""One for each float64 exponent; the first one holds zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """How one output did. `ratio`: worst error over the allowed, at most 1 passes; the errors are relative to rms(t)."""
+    """How one output did. `ratio`: worst error over the allowed, at most 1 passes; errors are relative to rms(t)."""
 
     ratio: float
     contender: float
@@ -55,8 +55,8 @@ class Allowance:
         self.exact = not eager.dtype.is_floating_point
         if self.exact:
             return
-        self.peaks = torch.zeros(2 * _OFFSET, dtype=torch.float64, device=eager.device)
-        self.counts = torch.zeros(2 * _OFFSET, dtype=torch.int64, device=eager.device)
+        self.peaks = torch.zeros(_BUCKETS, dtype=torch.float64, device=eager.device)
+        self.counts = torch.zeros(_BUCKETS, dtype=torch.int64, device=eager.device)
         self.squares, self.elements = 0.0, 0
         self.add(eager, truth)
 
@@ -64,13 +64,13 @@ class Allowance:
         """Sample eager's error on one more set of inputs."""
         if self.exact:
             return
-        truth = truth.detach().double()
-        error = (eager.detach().double() - truth).abs().flatten()
-        known = error.isfinite() & truth.flatten().isfinite()
-        error, sizes = error[known], truth.flatten()[known]
+        sizes = truth.detach().double().flatten()
+        error = (eager.detach().double().flatten() - sizes).abs_()
+        if not bool((known := error.isfinite()).all()):
+            error, sizes = error[known], sizes[known]
         bucket = _bucket(sizes)
         self.peaks.scatter_reduce_(0, bucket, error, "amax")
-        self.counts += torch.bincount(bucket[sizes != 0], minlength=2 * _OFFSET)
+        self.counts += torch.bincount(bucket, minlength=_BUCKETS)
         self.squares += float(error.square().sum())
         self.elements += error.numel()
 
@@ -80,13 +80,14 @@ class Allowance:
             wrong = int((out != self.eager).sum())
             reason = f"{wrong} of {out.numel()} values differ from eager's" if wrong else ""
             return Errors(math.inf if wrong else 0.0, float(wrong), 0.0, True, reason)
-        truth, eager, value = self.truth.double(), self.eager.double(), out.detach().double()
-        rounded = self.truth.to(out.dtype).double()
-        if reason := _classes(value, eager, rounded):
-            return Errors(math.inf, math.inf, 0.0, True, reason)
-        target = torch.where(truth.isfinite(), truth, eager)
-        known = value.isfinite() & target.isfinite()
-        value, target = value[known], target[known]
+        target, value = self.truth.double().flatten(), out.detach().double().flatten()
+        if not bool((value.isfinite() & target.isfinite() & self.eager.isfinite().flatten()).all()):
+            eager, rounded = self.eager.double().flatten(), self.truth.to(out.dtype).double().flatten()
+            if reason := _classes(value, eager, rounded):
+                return Errors(math.inf, math.inf, 0.0, True, reason)
+            target = torch.where(target.isfinite(), target, eager)
+            known = value.isfinite() & target.isfinite()
+            value, target = value[known], target[known]
         if target.numel() == 0:
             return Errors(0.0, 0.0, 0.0, informative=out.numel() == 0)
         error = (value - target).abs()
@@ -98,12 +99,13 @@ class Allowance:
             + torch.finfo(out.dtype).eps / 4 * size
             + float(_step(target.new_zeros(1), out.dtype))
         )
-        worst = float((error / allowed).max())
+        ratio = error / allowed
+        worst = float(ratio.max())
         scale = size or 1.0
         found = (float(error.max()) / scale, float(self.peaks.max()) / scale)
         reason = ""
         if worst > 1:
-            at = int((error / allowed).argmax())
+            at = int(ratio.argmax())
             reason = (
                 f"an error of {float(error[at]):.3g} where {float(allowed[at]):.3g} is allowed"
                 f" (got {float(value[at]):.6g}, true {float(target[at]):.6g})"
@@ -115,10 +117,10 @@ class Allowance:
     def _peak_near(self) -> Tensor:
         """Per bucket the largest eager error of the elements of about that size."""
         counts, peaks = self.counts.tolist(), self.peaks.tolist()
-        used = [k for k in range(2 * _OFFSET) if counts[k]]
-        near = torch.full((2 * _OFFSET,), peaks[0], dtype=torch.float64)
+        used = [k for k in range(1, _BUCKETS) if counts[k]]
+        near = torch.full((_BUCKETS,), peaks[0], dtype=torch.float64)
         for k in (0, *used) if used else ():
-            start = used[0] if k == 0 else k
+            start = max(k, used[0])
             low, high = bisect_left(used, start - 1), bisect_right(used, start + 1)
             while sum(counts[b] for b in used[low:high]) < NEIGHBOURS and (low > 0 or high < len(used)):
                 low, high = max(low - 1, 0), high + 1
@@ -146,15 +148,13 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _bucket(sizes: Tensor) -> Tensor:
-    """Power-of-two bucket of |size|; zero goes just below everything that isn't zero."""
-    _, exponent = torch.frexp(sizes.abs())
-    return torch.where(sizes == 0, 0, exponent.long() + _OFFSET)
+    """Power-of-two bucket of |size| (float64): its exponent bits."""
+    return (sizes.view(torch.int64) >> 52) & (_BUCKETS - 1)
 
 
 def _step(sizes: Tensor, dtype: torch.dtype) -> Tensor:
     """Distance to the next number of `dtype` at each |size| (float64)."""
     info = torch.finfo(dtype)
     smallest = info.tiny * info.eps if dtype in (torch.float16, torch.float64) else info.tiny
-    _, exponent = torch.frexp(sizes.abs())
-    step = torch.ldexp(torch.full_like(sizes, info.eps), exponent - 1)
-    return torch.where(sizes == 0, 0.0, step).clamp_min(smallest)
+    power = (sizes.view(torch.int64) & 0x7FF0_0000_0000_0000).view(torch.float64)
+    return (power * info.eps).clamp_min(smallest)

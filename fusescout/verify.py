@@ -188,7 +188,7 @@ class Verifier:
 
 
 def gradients(run: Runner, inputs: Sequence[Tensor], wanted: Sequence[int]) -> tuple[Tensor, ...] | None:
-    """Gradients of the `wanted` inputs for random upstream gradients; absent ones are zeros, None if no output has any."""
+    """Gradients of `wanted` inputs for random upstream gradients; absent ones are zeros. None if no output has any."""
     leaves = [t.detach().requires_grad_(k in wanted) for k, t in enumerate(inputs)]
     with torch.enable_grad():
         outputs = [o for o in run(leaves) if o.is_floating_point()]
