@@ -55,6 +55,12 @@ def measure_device(kind: str, dtypes: tuple[str, ...] = DTYPES) -> Device:
     )
 
 
+def describe_device(kind: str) -> Device:
+    """The current device of a kind without its measured ceilings: enough to build kernels for it."""
+    name, arch, cores, cache = _identity(kind)
+    return Device(kind=kind, name=name, arch=arch, cores=cores, cache_bytes=cache)
+
+
 def _best_s(kind: str, work: Callable[[], object]) -> float:
     """Shortest time of one execution in seconds, within the budget."""
     import torch

@@ -21,9 +21,10 @@ from fusescout.profile.trace import MARKER
 if TYPE_CHECKING:
     from fusescout.capture import CapturedGraph
 
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
 _CALLS = frozenset({"call_function", "call_method", "call_module"})
-HEAD_START_CYCLES = 20_000_000
-"""GPU cycles (about 10 ms) that the device sleeps first, so that the host is ahead and events time kernels only."""
+HEAD_START_CYCLES = 100_000
+"""GPU cycles per node (about 50 µs) that the device sleeps first: the host gets ahead, and events time kernels only."""
 
 
 class Marked(fx.Interpreter):
@@ -51,17 +52,27 @@ class Timed(fx.Interpreter):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self.events: dict[str, Events] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op not in _CALLS:
             return super().run_node(n)
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        before.record()
-        out = super().run_node(n)
-        after.record()
-        self.events[n.name] = before, after
+        out, self.events[n.name] = bracket(lambda: super(Timed, self).run_node(n))
         return out
+
+
+def bracket(work: Callable[[], Any]) -> tuple[Any, Events]:
+    """The result of `work`, and a CUDA event before and after it."""
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    before.record()
+    out = work()
+    after.record()
+    return out, (before, after)
+
+
+def elapsed_us(events: Events) -> float:
+    """µs between two events that have happened."""
+    return float(events[0].elapsed_time(events[1])) * 1e3
 
 
 class Replay:
@@ -95,27 +106,32 @@ class Replay:
         for g in list(self.graphs):
             try:
                 self._run(g.index, self._inputs(g))
-            except RuntimeError as error:  # isolation boundary: a graph out of its context may be invalid in any way
+            except Exception as error:  # isolation boundary: a graph out of its context may be invalid in any way
                 self.graphs.remove(g)
                 cause = str(error).partition("\n")[0]
                 reasons.append(f"Graph {g.index} can't be replayed, so its time is unlinked: {cause}")
         return reasons
 
     def event_times(self, runs: int) -> dict[tuple[int, str], float]:
-        """Median forward µs per (graph, node) by CUDA events; nothing of backward."""
+        """Median forward µs per (graph, node) by CUDA events, less what two events alone take; nothing of backward."""
         samples: dict[tuple[int, str], list[float]] = defaultdict(list)
-        timed = {g.index: Timed(g.module) for g in self.graphs}
+        empty: list[float] = []
         for _ in range(runs):
             for g in self.graphs:
+                timed = Timed(g.module)
                 inputs = self._inputs(g)
                 torch.cuda.synchronize()
-                torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+                torch.cuda._sleep(HEAD_START_CYCLES * len(g.graph.nodes))  # type: ignore[no-untyped-call]
                 with torch.set_grad_enabled(self.training):
-                    timed[g.index].run(*inputs)
+                    nothing = bracket(lambda: None)[1]
+                    timed.run(*inputs)
                 torch.cuda.synchronize()
-                for node, (before, after) in timed[g.index].events.items():
-                    samples[g.index, node].append(before.elapsed_time(after) * 1e3 * g.calls)
-        return {key: median(values) for key, values in samples.items()}
+                empty.append(elapsed_us(nothing))
+                for node, events in timed.events.items():
+                    samples[g.index, node].append(elapsed_us(events) * g.calls)
+        overhead = median(empty) if empty else 0.0
+        calls = {g.index: g.calls for g in self.graphs}
+        return {key: max(median(v) - overhead * calls[key[0]], 0.0) for key, v in samples.items()}
 
     def _inputs(self, g: CapturedGraph) -> tuple[Any, ...]:
         return tuple(copy_tensor(v) if isinstance(v, Tensor) and id(v) not in self.own else v for v in g.inputs)
@@ -127,6 +143,7 @@ class Replay:
             if not self.training:
                 return
             ends = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+            ends = [t for t in ends if t.numel() == 1] or ends  # a graph that makes the loss is differentiated from it
             starts = [t for t in (*inputs, *runner.module.parameters()) if isinstance(t, Tensor) and t.requires_grad]
             if ends and starts:
                 if index not in self.ones:  # made once, so that profiled calls don't hold the kernels that make them

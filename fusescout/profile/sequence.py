@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CALL = "fs-call:"
 """Annotation around each profiled call that counts."""
-MAX_MATCH = 4000
+MAX_MATCH = 2000
 """Longest stretch of differing kernels that is worth aligning: the matcher takes quadratic time."""
 MIN_MATCHED = 0.95
 _BACKWARD = "autograd::engine::evaluate_function: "
@@ -136,6 +136,7 @@ def align(structural: Sequence[Item], light: Sequence[Item]) -> tuple[Item, ...]
     """The light run's kernels with the structural run's owners, or None if the two ran different kernels.
 
     Kernels of the light run that the structural run hasn't (Python between captured graphs, the loss) keep no owner.
+    The two are held to be the same if nearly all of the time of one of them finds its place in the other.
     """
     ours, theirs = [i.name for i in structural], [i.name for i in light]
     head = 0
@@ -151,17 +152,24 @@ def align(structural: Sequence[Item], light: Sequence[Item]) -> tuple[Item, ...]
         if max(len(a), len(b)) > MAX_MATCH:
             return None
         for tag, i0, i1, j0, j1 in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-            # Equal counts of differently named kernels in one place: the library chose another variant of the same op.
             if tag == "equal" or (tag == "replace" and i1 - i0 == j1 - j0):
-                pairs += [(head + i, head + j) for i, j in zip(range(i0, i1), range(j0, j1), strict=True)]
-    total = sum(i.us for i in structural)
-    matched = sum(structural[i].us for i, _ in pairs)
-    if matched < MIN_MATCHED * total or (structural and not pairs):
+                here = [(head + i, head + j) for i, j in zip(range(i0, i1), range(j0, j1), strict=True)]
+                pairs += [(i, j) for i, j in here if ours[i] == theirs[j] or _are_variants(ours[i], theirs[j])]
+    if not pairs and structural:
+        return None
+    of_ours = sum(structural[i].us for i, _ in pairs) / max(sum(i.us for i in structural), 1e-9)
+    of_theirs = sum(light[j].us for _, j in pairs) / max(sum(i.us for i in light), 1e-9)
+    if structural and max(of_ours, of_theirs) < MIN_MATCHED:
         return None
     twin = {j: structural[i] for i, j in pairs}
     nobody = Item("", 0.0)
     merged = ((item, twin.get(j, nobody)) for j, item in enumerate(light))
     return tuple(replace(item, owner=other.owner, is_backward=other.is_backward) for item, other in merged)
+
+
+def _are_variants(a: str, b: str) -> bool:
+    """Whether two kernels in one place may be one operator: libraries pick among variants, torch itself doesn't."""
+    return "at::native" not in a and "at::native" not in b
 
 
 def node_times(items: Iterable[Item], uncounted: frozenset[tuple[int, str]] = frozenset()) -> tuple[NodeTime, ...]:

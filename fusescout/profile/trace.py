@@ -28,6 +28,9 @@ RESOLUTION_US = 0.002
 MARKER = "fs:"
 """Markers that a structural run puts around captured nodes are named "fs:graph:node"."""
 
+CUT_SHARE = 0.01
+"""More overlap on a stream than this share of GPU time is no longer kernels that start a little early, but nonsense."""
+
 _GPU = {"kernel": "kernel", "gpu_memcpy": "memcpy", "memcpy": "memcpy", "gpu_memset": "memset", "memset": "memset"}
 _KINDS = ("kernel", "memcpy", "memset")
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -209,7 +212,7 @@ class _Tables:
         gpu = self.gpu.frame()
         gpu["kind"] = pd.Categorical.from_codes(gpu["kind"], _KINDS)
         gpu, clipped, removed_us = clip_overlaps(gpu)
-        if clipped:
+        if removed_us > CUT_SHARE * (gpu["dur"].sum() + removed_us):
             warnings.append(
                 f"{clipped} GPU events ran into the next one on their stream; {removed_us:.1f} µs were cut off."
             )

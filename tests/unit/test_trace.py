@@ -344,9 +344,7 @@ def test_half_a_million_events_in_time_and_memory(tmp_path: Any) -> None:
                     f',\n  {{\n    "ph": "X", "cat": "{cat}", "name": "{name}", "pid": {pid}, "tid": {tid},\n'
                     f'    "ts": {at:.3f}, "dur": {dur},\n    "args": {{\n      {args}\n    }}\n  }}'
                 )
-            out.write(
-                f',\n  {{\n    "ph": "s", "id": {k}, "pid": 1, "tid": 1, "ts": {ts:.3f}, "cat": "ac2g"\n  }}'
-            )
+            out.write(f',\n  {{\n    "ph": "s", "id": {k}, "pid": 1, "tid": 1, "ts": {ts:.3f}, "cat": "ac2g"\n  }}')
         out.write('\n  ],\n  "traceName": "x"\n}\n')
     before = _resident_mb()
     start = time.process_time()
@@ -445,8 +443,17 @@ def test_another_variant_of_one_kernel_still_aligns() -> None:
     assert found[1] == Item("gemm_256", 2.5, (0, "y"))
 
 
+def test_torch_kernels_of_other_names_are_other_operators() -> None:
+    add, loss = "void at::native::vectorized<AddFunctor>", "void at::native::reduce<MeanOps>"
+    structural = [Item("gemm", 100.0, (0, "x")), Item(add, 2.0, (0, "y")), Item("gemm", 100.0, (0, "z"))]
+    found = align(structural, [Item("gemm", 100.0), Item(loss, 2.0), Item("gemm", 100.0)])
+    assert found is not None
+    assert [i.owner for i in found] == [(0, "x"), None, (0, "z")]
+
+
 def test_different_kernels_do_not_align() -> None:
-    assert align([Item("a", 10.0, (0, "x")), Item("b", 10.0, (0, "y"))], [Item("a", 10.0)]) is None
+    structural = [Item("a", 10.0, (0, "x")), Item("at::native::b", 10.0, (0, "y"))]
+    assert align(structural, [Item("a", 10.0), Item("at::native::c", 10.0)]) is None
     assert align([Item("a", 10.0, (0, "x"))], []) is None
 
 
