@@ -7,7 +7,6 @@ every node keeps its module and source line. Nothing is computed: no buffer move
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast
 from torch.amp.autocast_mode import _exit_autocast
-from torch.amp.autocast_mode import _UnmanagedAutocast
+from torch.amp.autocast_mode import autocast
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -38,14 +37,14 @@ from fusescout.capture.autocast import ExplicitAutocast
 from fusescout.capture.autocast import ambient
 from fusescout.capture.autocast import state
 from fusescout.capture.autocast import uses_autocast
+from fusescout.capture.recompute import drop_empty_policies
+from fusescout.capture.recompute import trace_region
 from fusescout.errors import NotCapturable
 
 GIVES_BACK = frozenset(
     {"to", "type_as", "contiguous", "dropout", "feature_dropout", "alpha_dropout", "resolve_conj", "resolve_neg"}
 )
 """Operators that return their argument itself where there is nothing to do."""
-
-POLICY = "_checkpoint_context_fn"
 
 ACTS_ON_AUTOGRAD = frozenset({"register_hook", "retain_grad", "requires_grad_", "backward"})
 """Tensor methods that change no value: a retraced graph would silently lack them."""
@@ -99,35 +98,20 @@ class _Plain(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is _enter_autocast:
-            scope = _UnmanagedAutocast(*args, **kwargs)
+            scope = autocast(*args, **kwargs)
             scope.__enter__()  # type: ignore[no-untyped-call]
             return scope
         if target is _exit_autocast:
             return args[0].__exit__(None, None, None)
         if target is tag_activation_checkpoint:
-            return _checkpoint(super().call_function, args, kwargs)
+            return trace_region(super().call_function, args, kwargs)
         return super().call_function(target, args, kwargs)
-
-
-class _Meta(dict[str, Any]):
-    def __missing__(self, key: str) -> None:
-        return None
-
-
-def _checkpoint(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch's tracer reads the region's policy without asking whether there is one."""
-    body, meta = args[0], args[0].meta
-    try:
-        body.meta = _Meta(meta)
-        return call(tag_activation_checkpoint, args, kwargs)
-    finally:
-        body.meta = meta
 
 
 def _retrace(runner: fx.Interpreter, example_inputs: Sequence[Any]) -> fx.GraphModule:
     with _faking(example_inputs) as (mode, inputs), mode, traceback.preserve_node_meta():
         tracer = make_fx(lambda *args: runner.run(*args), pre_dispatch=True, _error_on_data_dependent_ops=False)
-        return tracer(*inputs)
+        return drop_empty_policies(tracer(*inputs))
 
 
 def _annotate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -141,9 +125,6 @@ def _annotate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             return out
 
     _refuse_escaped(gm)
-    for name, body in gm.named_children():
-        if isinstance(body, fx.GraphModule) and body.meta.get(POLICY, body) is None:
-            del getattr(gm, name).meta[POLICY]
     with _faking(example_inputs) as (mode, inputs), mode:
         Annotator(gm).run(*inputs)
 

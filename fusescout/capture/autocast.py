@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import fx
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._ops import HigherOrderOperator
 from torch._ops import OpOverload
 from torch.amp.autocast_mode import _enter_autocast
@@ -23,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils._pytree import tree_map_only
 
+from fusescout.capture.recompute import trace_region
 from fusescout.errors import NotCapturable
 
 _enter: Any = _enter_autocast
@@ -91,6 +93,8 @@ class ExplicitAutocast(fx.Interpreter):
             self.active.pop()
             return None
         active = self.active[-1]
+        if not active and target is tag_activation_checkpoint:
+            return trace_region(super().call_function, args, kwargs)
         if not active:
             return super().call_function(target, args, kwargs)
         if isinstance(target, HigherOrderOperator):

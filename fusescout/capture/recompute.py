@@ -6,12 +6,17 @@ anew in the backward pass, and gradients are silently wrong.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch import fx
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch.utils.checkpoint import checkpoint
+
+POLICY = "_checkpoint_context_fn"
+"""Where torch keeps a region's selective-checkpointing policy, in its module's `meta`."""
 
 
 def run_eagerly(gm: fx.GraphModule) -> fx.GraphModule:
@@ -33,6 +38,37 @@ def recomputed(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
     """Run `body` keeping only its inputs; the backward pass runs it again with the same random state."""
     options, inner = TagActivationCheckpoint.divide_kwargs(kwargs)  # type: ignore[no-untyped-call]
     options["use_reentrant"] = False
-    if body.meta.get("_checkpoint_context_fn") is not None:
-        options["context_fn"] = body.meta["_checkpoint_context_fn"]
-    return checkpoint(body, *args, **inner, **options)
+    if body.meta.get(POLICY) is not None:
+        options["context_fn"] = body.meta[POLICY]
+    # Dynamo made buffers arguments; the region may write them, which autograd forbids for arguments it saves.
+    moving = [k for k, a in enumerate(args) if isinstance(a, Tensor) and a.requires_grad]
+    fixed = {k: a for k, a in enumerate(args) if k not in moving}
+
+    def run(*given: Any) -> Any:
+        values = fixed | dict(zip(moving, given, strict=True))
+        return body(*(values[k] for k in range(len(values))), **inner)
+
+    return checkpoint(run, *(args[k] for k in moving), **options)
+
+
+class _Meta(dict[str, Any]):
+    def __missing__(self, key: str) -> None:
+        return None
+
+
+def trace_region(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`call` the operator under a tracer; torch's rule for it takes it that the region has a policy."""
+    body, meta = args[0], args[0].meta
+    try:
+        body.meta = _Meta(meta)
+        return call(tag_activation_checkpoint, args, kwargs)
+    finally:
+        body.meta = meta
+
+
+def drop_empty_policies(gm: fx.GraphModule) -> fx.GraphModule:
+    """Take back the empty policy that `trace_region` made torch write on traced regions."""
+    for body in gm.modules():
+        if isinstance(body, fx.GraphModule) and body.meta.get(POLICY, body) is None:
+            del body.meta[POLICY]
+    return gm

@@ -80,15 +80,15 @@ def tiny(name: str, attention: str) -> nn.Module:
     torch.manual_seed(0)
     shared = {"vocab_size": 101, "attn_implementation": attention}
     if name == "gpt2":
-        sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 1}
+        sizes = {"n_layer": 1, "n_embd": 32, "n_head": 4, "n_positions": 32, "bos_token_id": 1, "eos_token_id": 1}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **shared))
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
     if name == "bert":
         return transformers.BertModel(transformers.BertConfig(**sizes, **shared))
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_key_value_heads=2, **shared))
 
 
-MODELS = [("gpt2", "sdpa"), ("bert", "sdpa"), ("llama", "sdpa"), ("bert", "eager"), ("llama", "eager")]
+MODELS = [("gpt2", "sdpa"), ("bert", "eager"), ("llama", "sdpa")]
 
 
 @pytest.mark.parametrize(("name", "attention"), MODELS)
@@ -305,6 +305,19 @@ class Checkpointed(nn.Module):
         return checkpoint(lambda y: self.drop(torch.relu(self.fc(y))), x, use_reentrant=False).sum(-1)
 
 
+class CheckpointedNorm(nn.Module):
+    """A checkpointed region that writes buffers, behind an autocast region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.drop = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.fc(x)
+        return checkpoint(lambda z: self.drop(torch.relu(self.norm(z))), self.fc(x) + y.float(), use_reentrant=False)
+
+
 class Autocast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -335,7 +348,7 @@ class NoGrad(nn.Module):
 
 
 @pytest.mark.parametrize("around", [None, torch.bfloat16])
-@pytest.mark.parametrize("kind", [Checkpointed, Autocast, NoGrad])
+@pytest.mark.parametrize("kind", [Checkpointed, CheckpointedNorm, Autocast, NoGrad])
 def test_retraced_module_trains_as_eager_does(kind: type[nn.Module], around: torch.dtype | None) -> None:
     model, x = kind(), torch.randn(6, 8)
     kept: list[torch.fx.GraphModule] = []
@@ -344,7 +357,7 @@ def test_retraced_module_trains_as_eager_does(kind: type[nn.Module], around: tor
         try:
             kept.append(to_aten(gm, inputs))
         except NotCapturable as error:
-            assert kind is Checkpointed and around is not None and "autocast" in error.reason
+            assert kind in (Checkpointed, CheckpointedNorm) and around is not None and "autocast" in error.reason
             return run_eagerly(gm)
         return run_eagerly(kept[-1])
 
@@ -357,7 +370,7 @@ def test_retraced_module_trains_as_eager_does(kind: type[nn.Module], around: tor
     eager, ours = gradients(model, lambda: run(model)), gradients(model, lambda: run(compiled))
     assert torch.equal(eager[0], ours[0])
     assert all(same(a, b) for a, b in zip(eager[1], ours[1], strict=True))
-    assert len(kept) == (0 if kind is Checkpointed and around else 1)
+    assert len(kept) == (0 if kind in (Checkpointed, CheckpointedNorm) and around else 1)
     for node in kept[0].graph.nodes if kept else ():
         value = node.meta["val"]
         if kind is Autocast and "linear" in str(node.target):
