@@ -47,12 +47,18 @@ def package_version(name: str) -> str | None:
 
 
 def nvcc_path() -> str | None:
-    """The nvcc that TileLang would use: CUDA_HOME or CUDA_PATH, then PATH, then /usr/local/cuda."""
+    """The nvcc that TileLang would use: CUDA_HOME or CUDA_PATH, PATH, NVIDIA's wheel, /usr/local/cuda."""
     for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
         if root and (Path(root) / "bin" / "nvcc").exists():
             return str(Path(root) / "bin" / "nvcc")
-    usual = Path("/usr/local/cuda/bin/nvcc")
-    return shutil.which("nvcc") or (str(usual) if usual.exists() else None)
+    if on_path := shutil.which("nvcc"):
+        return on_path
+    try:
+        wheel = importlib.metadata.files("nvidia-cuda-nvcc") or ()
+    except importlib.metadata.PackageNotFoundError:
+        wheel = ()
+    usual = [*(Path(str(f.locate())) for f in wheel if f.name == "nvcc"), Path("/usr/local/cuda/bin/nvcc")]
+    return next((str(p) for p in usual if p.exists()), None)
 
 
 @functools.cache

@@ -150,9 +150,12 @@ def build(
     place = resolve_device(device)
     kind = getattr(torch, dtype) if dtype else None
     check_materialised(model, name)
-    with user_code(f"Moving the model to {place} raised."):
-        # Not Module.to(dtype): that would cast complex parameters to real ones.
-        model._apply(lambda t: t.to(device=place, dtype=kind if t.is_floating_point() else None))  # type: ignore[no-untyped-call]
+    if place or kind:
+        with user_code(f"Moving the model to {place or dtype} raised."):
+            # Not Module.to(dtype): that would cast complex parameters to real ones.
+            model._apply(  # type: ignore[no-untyped-call]
+                lambda t: t.to(device=place, dtype=kind if t.is_floating_point() else None)
+            )
     model.train(mode == "training")
     memo: dict[int, tuple[Any, Any]] = {}
     args = convert(tuple(args), place, kind, memo)

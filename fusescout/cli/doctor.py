@@ -63,17 +63,16 @@ def _checks(cache_dir: Path, templates: tuple[Path, ...]) -> Iterator[Check]:
     from fusescout.environment import nvcc_version
 
     yield Check("fusescout", True, True, f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
-    torch_text = _ask("import torch; print(torch.__version__, 'CUDA', torch.version.cuda)")
-    yield Check("torch", *_answer(torch_text), "pip install 'fusescout[torch]'")
-    gpu = _ask(
-        "import torch; print(*(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())), sep=', ')"
-    )
-    has_gpu = gpu[0] and bool(gpu[1])
-    yield Check("GPU", has_gpu, False, gpu[1] if has_gpu else "none that torch can use; the CPU works")
+    names = "*(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))"
+    works, said = _ask(f"import torch; print(torch.__version__, 'CUDA', torch.version.cuda, {names}, sep='|')")
+    version, *gpus = said.replace("|CUDA|", " CUDA ").split("|") if works else (said,)
+    yield Check("torch", works, True, version, "pip install 'fusescout[torch]'")
+    has_gpu = bool(gpus)
+    yield Check("GPU", has_gpu, False, ", ".join(gpus) or "none that torch can use; the CPU works")
     driver = driver_version()
     yield Check("driver", driver is not None, has_gpu, driver or "none")
-    tilelang = _ask("import tilelang; print(tilelang.__version__)")
-    yield Check("tilelang", *_answer(tilelang), "pip install 'fusescout[tilelang]'")
+    works, said = _ask("import tilelang; print(tilelang.__version__)")
+    yield Check("tilelang", works, True, said, "pip install 'fusescout[tilelang]'")
     nvcc = nvcc_version()
     where = f"{nvcc} ({nvcc_path()})" if nvcc else "none; TileLang's CUDA kernels need it, all else works"
     yield Check("nvcc", nvcc is not None, has_gpu, where, "pip install 'fusescout[nvcc]', or set CUDA_HOME")
@@ -93,10 +92,6 @@ def _ask(code: str) -> tuple[bool, str]:
         return False, "it hangs"
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
     return done.returncode == 0, lines[-1] if lines else ""
-
-
-def _answer(answer: tuple[bool, str]) -> tuple[bool, bool, str]:
-    return answer[0], True, answer[1]
 
 
 def _cache(folder: Path) -> Check:

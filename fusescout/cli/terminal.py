@@ -111,9 +111,9 @@ class Terminal:
 
             def show(stage: str, done: int, total: int, detail: str) -> None:
                 if stage not in tasks:
-                    tasks[stage] = bar.add_task(stage, total=total, detail="")
+                    tasks[stage] = bar.add_task(stage, total=total or None, detail="")
                 text = visible(detail)[:60]
-                bar.update(tasks[stage], completed=done, total=total, detail=text)  # type: ignore[arg-type]
+                bar.update(tasks[stage], completed=done, total=total or None, detail=text)  # type: ignore[arg-type]
 
             yield show
 

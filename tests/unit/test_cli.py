@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
 from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,10 +30,14 @@ from fusescout.config import Config
 from fusescout.errors import FuseScoutError
 from fusescout.errors import OutputExists
 from fusescout.errors import Unwritable
+from fusescout.ir import Subgraph
+from fusescout.plan import Entry
 from fusescout.plan import Plan
+from fusescout.session import EndToEnd
 from fusescout.session import Session
 
 MODEL = "def get_model(): ...\ndef get_inputs(): ...\n"
+EMPTY = Subgraph((), (), ())
 PLAN = Plan(target="model.py", mode="training", device_kind="cpu", device_name="any", torch="2.13")
 
 
@@ -262,6 +267,67 @@ def test_wrong_usage(line: list[str], said: str, fake: Fake, capsys: Any) -> Non
     assert cli.main(line) == 2
     err = capsys.readouterr().err
     assert said in err and "Traceback" not in err and not fake.loads
+
+
+@dataclass
+class FakeApply:
+    """Stands in for patching and the end-to-end comparison."""
+
+    verdict: EndToEnd = field(default_factory=lambda: accepted().end_to_end or pytest.fail("the sample has no verdict"))
+    calls: list[str] = field(default_factory=list)
+    configs: list[Config] = field(default_factory=list)
+
+    def patch(self, model: Any, plan: Plan) -> FakeApply:
+        self.calls.append("patch")
+        return self
+
+    def undo(self) -> None:
+        self.calls.append("undo")
+
+    def compare(self, workload: Any, plan: Plan, config: Config, on_event: Any) -> tuple[EndToEnd, Plan]:
+        print("noise")
+        self.calls.append("compare")
+        self.configs.append(config)
+        return self.verdict, plan
+
+
+@pytest.fixture
+def applied(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> FakeApply:
+    made = FakeApply()
+    for module, names in (("patching", ["patch"]), ("endtoend", ["compare"])):
+        stand_in = ModuleType(f"fusescout.{module}")
+        for name in names:
+            setattr(stand_in, name, getattr(made, name))
+        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    monkeypatch.setattr("fusescout.target.load", lambda spec, **_: SimpleNamespace(model=spec))
+    PLAN.save(Path("plan.json"))
+    return made
+
+
+def test_apply_patches_as_the_plan_was_made_and_prints_the_verdict(applied: FakeApply, capfd: Any) -> None:
+    assert cli.main(["apply", "plan.json", "model.py"]) == 0
+    out, err = capfd.readouterr()
+    assert applied.verdict.verdict in out and "noise" not in out and "noise" in err
+    assert applied.calls == ["patch", "undo", "compare"]
+    assert (applied.configs[0].mode, applied.configs[0].device) == ("training", "cpu")
+    assert cli.main(["apply", "--mode", "inference", "--json", "plan.json", "model.py"]) == 0
+    assert applied.configs[1].mode == "inference"
+    assert json.loads(capfd.readouterr().out)["verdict"] == applied.verdict.verdict
+
+
+@pytest.mark.parametrize("change", [{"dropped": ["gemm-1"]}, {"verified": False}])
+def test_apply_fails_where_the_plan_does_not_hold(change: dict[str, Any], applied: FakeApply) -> None:
+    entry = Entry(id="a", family="f", chain=["relu"], subgraph=EMPTY.to_json(), contender="t", variant={}, sites=1)
+    PLAN.model_copy(update={"entries": [entry]}).save(Path("plan.json"))
+    assert cli.main(["apply", "plan.json", "model.py"]) == 0
+    applied.verdict = applied.verdict.model_copy(update=change)
+    assert cli.main(["apply", "plan.json", "model.py"]) == 1
+
+
+def test_apply_checks_the_plan_before_the_model(applied: FakeApply, capsys: Any) -> None:
+    Path("plan.json").write_text("{}")
+    assert cli.main(["apply", "plan.json", "model.py"]) == 2
+    assert "plan_version" in capsys.readouterr().err and not applied.calls
 
 
 @pytest.fixture
