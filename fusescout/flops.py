@@ -6,6 +6,7 @@ only relabels memory is free. Nothing here imports torch.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -106,6 +107,7 @@ def op_name(target: str) -> str:
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
+@functools.cache
 def op_class(target: str) -> str:
     """Which kind of operator an overload is.
 

@@ -110,7 +110,7 @@ def typical(calls: Sequence[Call]) -> tuple[tuple[Item, ...], str]:
         The items, and a warning or "".
     """
     if not calls:
-        return (), "the trace holds no profiled call."
+        return (), "A profiled run left no records of its calls."
     groups: dict[tuple[object, ...], list[Call]] = defaultdict(list)
     for call in calls:
         groups[tuple((i.name, i.owner, i.is_backward) for i in call.items)].append(call)

@@ -1,6 +1,7 @@
 """Profiling real models on CPU, and costs checked against torch's own knowledge."""
 
 import gzip
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,3 +253,73 @@ def test_viewable_as_torch_says(data: st.DataObject) -> None:
     except RuntimeError:
         viewable = False
     assert is_viewable(TensorSpec(tuple(x.shape), "float32", tuple(x.stride())), target) == viewable
+
+
+def cuda_trace(kernels: list[tuple[str, float, str]], calls: int = 3) -> bytes:
+    """A trace of equal calls; per kernel its name, µs, and the node whose marker it was launched in ("" for none)."""
+    events: list[dict[str, Any]] = []
+
+    def event(cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> None:
+        events.append({"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args})
+
+    for call in range(calls):
+        start = 10_000.0 * call
+        event("user_annotation", f"fs-call:{call}", start, 9_000.0)
+        for k, (name, us, node) in enumerate(kernels):
+            ts, correlation = start + 100 * k + 10, 1 + call * len(kernels) + k
+            if node:
+                event("cpu_op", f"fs:0:{node}", ts, 50.0)
+            event("cuda_runtime", "cudaLaunchKernel", ts + 10, 3.0, correlation=correlation)
+            event("kernel", name, ts + 20, us + call, tid=7, device=0, stream=7, correlation=correlation)
+    return json.dumps({"traceEvents": events}).encode()
+
+
+class FakeReplay:
+    def __init__(self, graphs: tuple[Any, ...]) -> None:
+        self.graphs = list(graphs)
+
+    def prepare(self) -> Callable[[], None]:
+        return lambda: None
+
+    def event_times(self, runs: int) -> dict[tuple[int, str], float]:
+        return {(0, "linear"): 12.0}
+
+
+def cuda_run(monkeypatch: pytest.MonkeyPatch, traces: list[bytes]) -> Any:
+    """What the CUDA side of a profile makes of these traces, in the order in which it records them."""
+    from fusescout.profile import run
+
+    work = workload()
+    monkeypatch.setattr(run, "record", lambda *args: read(traces.pop(0)))
+    return run._on_cuda(work, FakeReplay(capture(work).graphs), 3, None)  # type: ignore[arg-type]
+
+
+def test_cuda_kernels_get_owners_from_one_trace_and_times_from_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    light = cuda_trace([("gemm", 20.0, ""), ("gelu", 5.0, ""), ("loss", 2.0, "")])
+    marked = cuda_trace([("gemm", 30.0, "linear"), ("gelu", 9.0, "gelu")])
+    items, calls, source, notes = cuda_run(monkeypatch, [light, marked])
+    assert [(i.us, i.owner) for i in items] == [(21.0, (0, "linear")), (6.0, (0, "gelu")), (3.0, None)]
+    assert (source, notes, len(calls)) == ("kernels", [], 3)
+
+
+def test_cuda_runs_that_differ_use_the_marked_times_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    light = cuda_trace([("void at::native::x", 20.0, "")])
+    marked = cuda_trace([("gemm", 30.0, "linear")])
+    items, _, source, notes = cuda_run(monkeypatch, [light, marked])
+    assert [(i.us, i.owner) for i in items] == [(31.0, (0, "linear"))]
+    assert source == "kernels"
+    assert "times are those of the captured graphs" in notes[0]
+
+
+def test_cuda_without_records_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    light, marked = cuda_trace([("gemm", 20.0, "")]), cuda_trace([("gemm", 30.0, "linear")])
+    items, _, source, notes = cuda_run(monkeypatch, [cuda_trace([]), light, marked])
+    assert [i.us for i in items] == [21.0]
+    assert (source, notes) == ("kernels", [])
+
+
+def test_cuda_without_records_twice_falls_back_to_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    items, calls, source, notes = cuda_run(monkeypatch, [cuda_trace([]), cuda_trace([])])
+    assert [(i.name, i.us, i.owner) for i in items] == [("linear", 12.0, (0, "linear"))]
+    assert (source, calls) == ("events", [])
+    assert "twice" in notes[0]
