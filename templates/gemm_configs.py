@@ -34,6 +34,8 @@ WARP_SPECIALISED = (
     ("pingpong", 128, 64, 64, 6, {}),
     ("pingpong", 64, 64, 64, 8, {}),
     ("coop", 128, 256, 64, 3, {}),
+    ("coop", 128, 256, 64, 3, {"cluster": 2}),
+    ("pingpong", 128, 128, 64, 4, {"cluster": 2}),
     ("coop", 256, 128, 64, 3, {}),
     ("coop", 128, 192, 64, 4, {}),
     ("coop", 128, 128, 64, 5, {}),
@@ -69,8 +71,14 @@ def space(problem: Problem, device: Device) -> list:
         return [_config(("plain", 32, min(problem.N, 256), problem.K, 1, {}), device)]
     rows = FEW_ROWS if problem.M <= 64 else ()
     shapes = rows + (WARP_SPECIALISED if device.arch in HOPPER else GENERIC)
-    found = [_config(s, device) for s in shapes]
-    return sorted((c for c in found if _fits(problem, c)), key=lambda c: clocks(problem, c, device))
+    found: list = []
+    for shape in shapes:
+        config = _config(shape, device)
+        while config["stages"] > (3 if _by_hand(config) else 2) and not _fits(problem, config):
+            config["stages"] -= 1
+        if _fits(problem, config) and config not in found:
+            found.append(config)
+    return sorted(found, key=lambda c: clocks(problem, c, device))
 
 
 def _config(shape: tuple, device: Device) -> dict:
@@ -86,9 +94,14 @@ def _config(shape: tuple, device: Device) -> dict:
         **extra,
     }
     if schedule in ("roles", "coop", "pingpong"):
-        config["grid"] = max(device.cores, 1) * config.get("ctas", 1)
+        cluster = config.get("cluster", 1)
+        config["grid"] = max(device.cores // cluster * cluster, cluster) * config.get("ctas", 1)
         config["group"] = 8
     return config
+
+
+def _by_hand(config: dict) -> bool:
+    return config["schedule"] in ("coop", "pingpong")
 
 
 def _fits(p: Problem, c: dict) -> bool:
@@ -97,23 +110,27 @@ def _fits(p: Problem, c: dict) -> bool:
     buffers = 2 if c["schedule"] == "pingpong" else 0 if c["schedule"] == "auto" else 1
     shared = loads + buffers * c["BM"] * c["BN"] * 2
     warpgroups = 1 if c["schedule"] == "pingpong" else c["threads"] // 128
-    registers = c["BM"] * c["BN"] * (2 * gemms + outputs - 1) // (2 * 128 * warpgroups)
+    sums = c["BM"] * c["BN"] * gemms // (128 * warpgroups)
+    registers = sums + c["BM"] * c["BN"] * (outputs - 1) // (2 * 128 * warpgroups)
     if c["schedule"] == "roles" and c["BK"] >= p.K:
         return False  # a pipelined loop of one trip
     if p.M <= 64 and c["BM"] > 16 and c["BM"] // 2 >= p.M:
         return False  # a smaller tile does
-    return shared * c.get("ctas", 1) + 1024 <= SHARED_BYTES and registers <= (128 if c["schedule"] == "auto" else 192)
+    if c.get("cluster", 1) * c["BM"] >= p.M + c["BM"]:
+        return False  # a cluster would have nothing to share
+    return shared * c.get("ctas", 1) + 1024 <= SHARED_BYTES and sums <= 128 and registers <= 192
 
 
 def clocks(p: Problem, c: dict, device: Device) -> float:
     """Clocks the kernel is expected to take; only the order of configs rests on it."""
     sms, gemms = max(device.cores, 1), len(p.weights)
-    tiles = math.ceil(p.M / c["BM"]) * math.ceil(p.N / c["BN"])
+    pair = c["BM"] * c.get("cluster", 1)
+    tiles = math.ceil(p.M / pair) * c.get("cluster", 1) * math.ceil(p.N / c["BN"])
     elements = c["BM"] * c["BN"]
     steps = math.ceil(p.K / c["BK"])
     # A tile of m x n loads (m + n) per step for m * n products: below 128 x 128 the level-2 cache is the limit.
     mma = elements * gemms * c["BK"] / MMA_PER_CLOCK
-    load = (c["BM"] + gemms * c["BN"]) * c["BK"] * 2 / 48
+    load = (c["BM"] + gemms * c["BN"] / c.get("cluster", 1)) * c["BK"] * 2 / 48
     main = steps * max(mma / EFFICIENCY[c["schedule"]], load) + 600
     tail = (
         2

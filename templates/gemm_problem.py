@@ -8,6 +8,7 @@ expanded view of an input needs no operator either.
 import math
 from dataclasses import dataclass
 from dataclasses import replace
+from itertools import pairwise
 
 from fusescout.ir import Op
 from fusescout.ir import Ref
@@ -124,9 +125,10 @@ def read(graph: Subgraph, gemms: int = 1) -> Problem:
     used = {i for k in epilogue for i in _op(plain, k).inputs} | {b for b in bias if b is not None}
     operands = tuple(_operand(graph, v, spaces) for v in sorted(used) if v not in main and v not in epilogue)
     outputs = tuple(_output(graph, v, main, x.rows, n) for v in graph.outputs)
+    sizes = x.rows, n, x.columns
     return Problem(
-        x.rows, n, x.columns, x, tuple(weights), transposed, anchors, tuple(bias), alpha, beta, operands, outputs, plain, epilogue
-    )  # fmt: skip
+        *sizes, x, tuple(weights), transposed, anchors, tuple(bias), alpha, beta, operands, outputs, plain, epilogue
+    )
 
 
 def _op(graph: Subgraph, value: int) -> Op:
@@ -162,7 +164,7 @@ def _gemm(graph: Subgraph, anchor: int):
     if op.name == "linear" and len(op.args) > 2 and isinstance(op.args[2], Ref):
         bias = int(op.args[2].to)
     left, right = _ref(op, shift), _ref(op, shift + 1)
-    if graph.tensor(right).shape.__len__() != 2 or len(graph.tensor(left).shape) < 2:
+    if len(graph.tensor(right).shape) != 2 or len(graph.tensor(left).shape) < 2:
         raise Refused("the matrix product is batched or has a vector operand")
     x = _matrix(graph, left)
     if x is None:
@@ -183,6 +185,8 @@ def _matrix(graph: Subgraph, value: int, spec: TensorSpec | None = None) -> Matr
     pitch = _pitch(spec.shape, spec.stride)
     if pitch is None or (spec.stride[-1] != 1 and spec.shape[-1] != 1):
         return None
+    if pitch < spec.shape[-1] and math.prod(spec.shape[:-1]) > 1:
+        return None  # rows that overlap
     root = graph.inputs[_root(graph, value)]
     return Matrix(_root(graph, value), math.prod(spec.shape[:-1]), spec.shape[-1], pitch, spec.dtype, root.aligned)
 
@@ -190,7 +194,7 @@ def _matrix(graph: Subgraph, value: int, spec: TensorSpec | None = None) -> Matr
 def _pitch(shape: tuple, stride: tuple) -> int | None:
     """Elements from row to row if the leading dimensions form one evenly spaced run, else None."""
     dims = [(n, s) for n, s in zip(shape[:-1], stride[:-1], strict=True) if n != 1]
-    for (_, outer), (n, inner) in zip(dims, dims[1:], strict=False):
+    for (_, outer), (n, inner) in pairwise(dims):
         if outer != n * inner:
             return None
     return dims[-1][1] if dims else shape[-1]
@@ -273,7 +277,7 @@ def _place(spec: TensorSpec, space: tuple) -> tuple:
         trail -= 1
     core = dims[lead:trail]
     rows = math.prod(d for d, _ in core)
-    for (_, outer), (d, inner) in zip(core, core[1:], strict=False):
+    for (_, outer), (d, inner) in pairwise(core):
         if outer != d * inner:
             raise Refused("an operand's rows are not evenly spaced in memory")
     if not core:

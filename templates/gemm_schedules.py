@@ -62,33 +62,34 @@ def @@signature:
 MANUAL = """
 @T.prim_func
 def @@signature:
-    with T.Kernel(GRID, threads=384, prelude=PRELUDE) as block:
+    with T.Kernel(GRID, threads=384, prelude=PRELUDE@@launch) as block:
         tx = T.get_thread_binding()
         x_s = T.alloc_shared((STAGES, BM, BK), DTYPE)
         @@allocate
         full = T.alloc_barrier([1] * STAGES)
-        empty = T.alloc_barrier([RELEASES] * STAGES)
+        empty = @@empty
         @@barriers
-        tiles = T.ceildiv(ROWS * COLUMNS - block, GRID)
-        if tx < 128:  # the producer: one thread issues all loads
+        tiles = @@tiles
+        if tx < 128:  # the producer: one thread of one warp issues all loads
             T.set_max_nreg(24, 0)
-            for t in T.serial(tiles):
-                bm, bn = place(t * GRID + block)
-                row, col = bm * BM, bn * BN
-                for k in T.serial(STEPS):
-                    it = t * STEPS + k
-                    T.mbarrier_wait_parity(empty[it % STAGES], ((it // STAGES) & 1) ^ 1)
-                    T.tma_copy(x[row : row + BM, k * BK : (k + 1) * BK], x_s[it % STAGES, :, :], barrier=full[it % STAGES])
-                    @@load
-                @@prefetch
+            if tx < 32:
+                for t in T.serial(tiles):
+                    @@where
+                    row, col = bm * BM, bn * BN
+                    for k in T.serial(STEPS):
+                        it = t * STEPS + k
+                        T.mbarrier_wait_parity(empty[it % STAGES], ((it // STAGES) & 1) ^ 1)
+                        @@load
+                    @@prefetch
         @@consumers
+        @@leave
 """
 
 COOPERATIVE = """
 else:  # both consumer warpgroups work on one tile
     T.set_max_nreg(240, 1)
     for t in T.serial(tiles):
-        bm, bn = place(t * GRID + block)
+        @@where
         row, col = bm * BM, bn * BN
         @@preload
         for k in T.serial(STEPS):
@@ -98,11 +99,11 @@ else:  # both consumer warpgroups work on one tile
             T.wait_wgmma(GEMMS)
             if k > 0:
                 if T.shuffle_elect(32):
-                    T.mbarrier_arrive(empty[(it + STAGES - 1) % STAGES])
+                    @@release
         T.wait_wgmma(0)
         @@fence
         if T.shuffle_elect(32):
-            T.mbarrier_arrive(empty[(t * STEPS + STEPS - 1) % STAGES])
+            @@release_last
         @@epilogue
     @@drain
 """
@@ -112,7 +113,7 @@ TAKING_TURNS = """
     T.set_max_nreg(240, 1)
     for s in T.serial(@@count):
         t = s * 2 + @@w
-        bm, bn = place(t * GRID + block)
+        @@where
         row, col = bm * BM, bn * BN
         @@preload
         T.mbarrier_wait_parity(turn[@@w], @@parity)
@@ -123,13 +124,13 @@ TAKING_TURNS = """
             T.wait_wgmma(GEMMS)
             if k > 0:
                 if T.shuffle_elect(32):
-                    T.mbarrier_arrive(empty[(it + STAGES - 1) % STAGES])
+                    @@release
         if T.shuffle_elect(32):
             T.mbarrier_arrive(turn[@@other])
         T.wait_wgmma(0)
         @@fence
         if T.shuffle_elect(32):
-            T.mbarrier_arrive(empty[(t * STEPS + STEPS - 1) % STAGES])
+            @@release_last
         @@epilogue
     @@drain
 """

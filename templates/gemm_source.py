@@ -20,7 +20,7 @@ class Writer:
 
     def __init__(self, problem: Problem, config: dict, dialect: Dialect) -> None:
         self.p, self.c, self.d = problem, config, dialect
-        self.gemms = len(problem.weights)
+        self.gemms, self.cluster = len(problem.weights), config.get("cluster", 1)
         self.staged = [not dialect.cpu and o.dtype in HALF and config["BN"] % 16 == 0 for o in problem.outputs]
         self.bulk = [o.pitch % 8 == 0 for o in problem.outputs]
         self.residual = self._residual()
@@ -161,10 +161,12 @@ class Writer:
 
     def _load_async(self) -> list:
         rows, steps = "col : col + BN", "k * BK : (k + 1) * BK"
+        x = f"T.tma_copy(x[row : row + BM, {steps}], x_s[it % STAGES, :, :], barrier=full[it % STAGES])"
         at = f"{rows}, {steps}" if self.p.transposed else f"{steps}, {rows}"
         last = self.gemms - 1
-        return [
+        return [x] + [
             f"T.tma_copy(w{g}[{at}], w{g}_s[it % STAGES, :, :], barrier=full[it % STAGES]"
+            + (", cluster_mask=3" if self.cluster == 2 else "")
             + (', annotations={"emit_arrive": 1})' if g == last else ")")
             for g in range(self.gemms)
         ]
@@ -195,6 +197,24 @@ class Writer:
         wait = "T.mbarrier_wait_parity(taken[t % 2], ((t // 2) & 1) ^ 1)"
         return [wait, "if t % 2 == 0:", f"    {copy('0', 0)}", "else:", f"    {copy('1', 1)}"]
 
+    def _where(self) -> list:
+        """The tile of turn `t`: two blocks of a cluster work side by side on the same columns."""
+        if self.cluster == 1:
+            return ["bm, bn = place(t * GRID + block)"]
+        return ["pair, bn = place(t * (GRID // 2) + block // 2)", "bm = pair * 2 + block % 2"]
+
+    def _release(self, stage: str) -> list:
+        """Give a stage back; in a cluster to both blocks, as the first one loads for both."""
+        if self.cluster == 1:
+            return [f"T.mbarrier_arrive(empty[{stage}])"]
+        return [f"T.mbarrier_arrive(empty[{stage}], {block})" for block in range(2)]
+
+    def _releases(self) -> dict:
+        return {
+            "release": self._release("(it + STAGES - 1) % STAGES"),
+            "release_last": self._release("(t * STEPS + STEPS - 1) % STAGES"),
+        }
+
     # ---- schedules --------------------------------------------------------------------------------------------
 
     def source(self, name: str) -> str:
@@ -206,12 +226,12 @@ class Writer:
         p, c = self.p, self.c
         lines = [f"M, N, K = {p.M}, {p.N}, {p.K}", f"BM, BN, BK = {c['BM']}, {c['BN']}, {c['BK']}"]
         if not self.d.cpu:
-            rows, columns = -(-p.M // c["BM"]), -(-p.N // c["BN"])
+            rows, columns = -(-p.M // (c["BM"] * self.cluster)), -(-p.N // c["BN"])
             group = max(g for g in range(1, c.get("group", 8) + 1) if rows % g == 0)
             lines += [
                 f'DTYPE, STAGES, THREADS, GEMMS = "{p.x.dtype}", {c["stages"]}, {c["threads"]}, {self.gemms}',
                 f"ROWS, COLUMNS, STEPS, GROUP = {rows}, {columns}, {-(-p.K // c['BK'])}, {group}",
-                f"GRID = {min(rows * columns, c.get('grid', rows * columns))}",
+                f"GRID = {min(rows * columns * self.cluster, c.get('grid', rows * columns))}",
             ]
         return "\n".join(lines) + "\n"
 
@@ -255,11 +275,16 @@ class Writer:
                 *barriers,
                 *(f"{name} = T.alloc_barrier([1] * {len(suffixes)})" for name in ("arrived", "taken")),
             ]
+        pair = self.cluster == 2
+        releases *= self.cluster
         head = f"from tilelang.layout import make_swizzled_layout\n\nRELEASES = {releases}  # one per consumer warp\n"
         return head + schedules.RASTER + schedules.fill(
             schedules.MANUAL,
             allocate=self._weights("STAGES, ") + fragments, barriers=barriers, load=self._load_async(),
-            prefetch=self._prefetch(suffixes), consumers=consumers,
+            prefetch=self._prefetch(suffixes), consumers=consumers, where=self._where(),
+            launch=", cluster_dims=2" if pair else "", leave=["T.cluster_sync()"] if pair else [],
+            empty=f"T.alloc_{'cluster_' if pair else ''}barrier([RELEASES] * STAGES)",
+            tiles=f"T.ceildiv(ROWS * COLUMNS - {'block // 2, GRID // 2' if pair else 'block, GRID'})",
         )  # fmt: skip
 
     def _drain(self, threads: int) -> list:
@@ -272,7 +297,7 @@ class Writer:
         consumers = schedules.fill(
             schedules.COOPERATIVE,
             preload=self._preload(), mma=self._mma_async(), fence=self._fence("", 2), epilogue=self._epilogue("", 256),
-            drain=self._drain(256),
+            drain=self._drain(256), where=self._where(), **self._releases(),
         )  # fmt: skip
         return self._manual([""], [], 8, consumers)
 
@@ -285,6 +310,7 @@ class Writer:
                 parity="(s & 1) ^ 1" if w == 0 else "s & 1",
                 w=str(w), other=str(1 - w), preload=self._preload(str(w)), mma=self._mma_async(str(w)),
                 fence=self._fence(str(w), 1), epilogue=self._epilogue(str(w), 128), drain=self._drain(128),
+                where=self._where(), **self._releases(),
             )
             for w in range(2)
         )  # fmt: skip
@@ -299,13 +325,13 @@ class Writer:
     def _plain(self) -> str:
         p, dtype = self.p, self.p.x.dtype
         width = "T.min(BN, N - bn * BN)"
-        row = []
+        row, x = [], self.d.load("x[bm * BM + i, k]", dtype)
         for g in range(self.gemms):
             at = "bn * BN + j, k" if p.transposed else "k, bn * BN + j"
             row += [
                 f"for j in T.serial({width}):", f"    a{g}[j] = T.float32(0)",
                 "for k in T.serial(K):", f"    for j in T.serial({width}):",
-                f"        a{g}[j] = a{g}[j] + {self.d.load('x[bm * BM + i, k]', dtype)} * {self.d.load(f'w{g}[{at}]', dtype)}",
+                f"        a{g}[j] = a{g}[j] + {x} * {self.d.load(f'w{g}[{at}]', dtype)}",
             ]  # fmt: skip
         row.append(f"for j in T.serial({width}):")
         for k, o in enumerate(p.outputs):
