@@ -19,6 +19,7 @@ from fusescout.errors import WorkerRefused
 from fusescout.errors import WorkerTimeout
 from fusescout.session import ErrorStats
 from fusescout.workerpool import STARTUP_S
+from fusescout.workerpool import Spare
 from fusescout.workerpool import Worker
 from fusescout.workerpool import compile_many
 
@@ -27,7 +28,7 @@ VARIANTS = {"quick": 8, "default": 16, "max": 1 << 30}
 COMPILE_S = 600.0
 """Inductor's max-autotune takes minutes; the caller's deadline is for a single kernel."""
 MAX_DEATHS = 8
-PARALLEL_FROM = 4
+PARALLEL_FROM = 8
 """Variants from which extra compiling children pay for their start."""
 FULL_CHECKS = 3
 """Variants of one contender that get the full check, fastest first, until one passes."""
@@ -59,10 +60,13 @@ class Bench:
     Args:
         opening: arguments of the worker's "open" request.
         deadline_s: for a single kernel to be compiled, and to be tried.
+        spare: gives the first worker and takes the last one back.
     """
 
-    def __init__(self, opening: Mapping[str, Any], deadline_s: float) -> None:
+    def __init__(self, opening: Mapping[str, Any], deadline_s: float, spare: Spare | None = None) -> None:
         self.opening, self.deadline_s = opening, deadline_s
+        self._spare = spare or Spare()
+        self._keep = spare is not None
         self.check_s = 0.0
         self._worker: Worker | None = None
         self._built: set[int] = set()
@@ -73,12 +77,14 @@ class Bench:
 
     def __exit__(self, *_: object) -> None:
         if self._worker is not None:
-            self._worker.close()
+            self._spare.give(self._worker)
+        if not self._keep:
+            self._spare.close()
 
     def call(self, request: str, deadline_s: float, **arguments: Any) -> Any:
         if self._worker is None or not self._worker.alive:
             self._built = set()
-            self._worker = Worker()
+            self._worker = self._spare.take()
             self._worker.call("open", STARTUP_S, **self.opening)
         return self._worker.call(request, deadline_s, **arguments)
 

@@ -41,6 +41,7 @@ from fusescout.session import ContenderResult
 from fusescout.session import Interval
 from fusescout.stats import median_interval
 from fusescout.stats import ratio
+from fusescout.workerpool import Spare
 
 ROUNDS = {"quick": (15, 1.0), "default": (30, 3.0), "max": (60, 8.0)}
 """Rounds and seconds of the final measurement."""
@@ -104,6 +105,7 @@ def race(
     *,
     names: Sequence[str] = NAMES,
     gradients: bool = False,
+    spare: Spare | None = None,
     on_event: OnEvent = lambda stage, done, total, text: None,
 ) -> RaceResult:
     """Race contenders on one sub-graph.
@@ -115,6 +117,7 @@ def race(
         config: effort, deadline_s, jobs, templates, seed, cache_dir and use_cache count here.
         names: contenders to race; eager is always one.
         gradients: hold the gradients to the rule too, and time forward plus backward.
+        spare: lends its idle worker, and gets the last one back for the next race.
         on_event: told of progress: ("race", done, total, text).
 
     Raises:
@@ -133,6 +136,7 @@ def race(
         "inputs": str(inputs_path) if inputs_path else None,
         "seed": config.seed,
         "templates": [str(t) for t in config.templates],
+        "cache_dir": str(config.cache_dir),
         "numerics": settings,
         "gradients": gradients,
     }
@@ -140,7 +144,7 @@ def race(
     key = race_key(subgraph, device, config, settings, names, gradients)
     if config.use_cache:
         cache.probe()
-    with Bench(opening, config.deadline_s) as bench:
+    with Bench(opening, config.deadline_s, spare) as bench:
         if config.use_cache and (stored := _reuse(cache, key, bench)):
             return stored
         result = _run(bench, subgraph, device, config, names, on_event)
@@ -253,10 +257,11 @@ def race_key(
     gradients: bool,
 ) -> Key:
     """All that decides a race."""
-    from fusescout import templates
+    from fusescout.registry import load
 
-    folders = [Path(p) for p in (*templates.__path__, *config.templates)]
-    files = [f for folder in folders for f in folder.glob("*.py")]
+    # Templates import from their neighbours, so an edit to any file beside one counts.
+    origins = [getattr(t, "__file__", None) for t in load(config.templates).templates.values()]
+    files = [f for folder in {Path(o).parent for o in origins if o} for f in folder.glob("*.py")]
     files += [*(_HERE / "contenders").glob("*.py"), *(_HERE / f"{name}.py" for name in _SOURCES)]
     return Key.of(
         subgraph=subgraph.key,

@@ -7,6 +7,7 @@ is answered and then ends the process. Requests and their results are the method
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 from typing import Any
 
@@ -54,6 +56,7 @@ class Session:
         inputs: str | None,
         seed: int,
         templates: Sequence[str],
+        cache_dir: str,
         numerics: dict[str, Any],
         gradients: bool = False,
         compile_only: bool = False,
@@ -66,7 +69,8 @@ class Session:
         settings.apply(numerics)
         self.graph, self.device = Subgraph.from_json(subgraph), Device(**device)
         self.gradients, self.handles = gradients, {}
-        self.contenders = all_contenders(templates, cold=True)
+        self._free()
+        self.contenders = all_contenders(templates, cold=True, cache_dir=Path(cache_dir))
         if not compile_only:
             from fusescout.verify import Verifier
 
@@ -76,6 +80,14 @@ class Session:
             except ValueError as error:
                 raise Refused("unsupported", f"The sub-graph can't be run on its own: {error}.") from error
         return {"pid": os.getpid()}
+
+    def _free(self) -> None:
+        """Give back what the sub-graph before this one held on the device."""
+        import torch
+
+        self.__dict__.pop("verifier", None)
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing where there is no context
 
     def variants(self, contender: str, effort: str) -> list[dict[str, Any]]:
         found = self._contender(contender).variants(self.graph, self.device, effort)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from fusescout.errors import WorkerDied
@@ -86,9 +85,7 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _line(self, request: str, until: float, deadline_s: float) -> bytes:
@@ -118,6 +115,36 @@ class Worker:
             tail = lines[-1][:300] if lines else ""
         self.close()
         return WorkerDied(request, code, tail)
+
+
+class Spare:
+    """Keeps an idle worker for the next race, for starting one takes seconds. Use it as a context manager."""
+
+    def __init__(self) -> None:
+        self._idle: Worker | None = None
+
+    def take(self) -> Worker:
+        """The idle worker if it lives, else a new one."""
+        idle, self._idle = self._idle, None
+        return idle if idle is not None and idle.alive else Worker()
+
+    def give(self, worker: Worker) -> None:
+        """Keep a worker that has answered all it was asked."""
+        if self._idle is not None or not worker.alive:
+            worker.close()
+        else:
+            self._idle = worker
+
+    def close(self) -> None:
+        if self._idle is not None:
+            self._idle.close()
+            self._idle = None
+
+    def __enter__(self) -> Spare:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def compile_many(

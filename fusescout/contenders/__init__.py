@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 from fusescout.contenders.base import Contender
 from fusescout.errors import ContenderFailed
@@ -17,13 +18,16 @@ CLASSES = {
 NAMES = tuple(CLASSES)
 
 
-def contender_named(name: str, templates: Sequence[str] = (), *, cold: bool = False) -> Contender:
+def contender_named(
+    name: str, templates: Sequence[str | Path] = (), *, cold: bool = False, cache_dir: Path | None = None
+) -> Contender:
     """Make one contender.
 
     Args:
         name: one of `NAMES`.
         templates: more template folders, for those that use templates.
-        cold: measure compilations without a warm compiler cache.
+        cold: let Inductor compile without a warm cache, so that its compile time means something.
+        cache_dir: keeps compiled kernels; by default the user's cache folder.
 
     Raises:
         ContenderFailed: there is none of this name, or a package it needs is missing.
@@ -36,16 +40,18 @@ def contender_named(name: str, templates: Sequence[str] = (), *, cold: bool = Fa
     except ImportError as error:
         raise ContenderFailed(f"{name} needs a package that can't be imported ({error}).") from error
     if name == "tilelang":
-        return made(tuple(templates))  # type: ignore[no-any-return]
+        return made(tuple(templates), cache_dir)  # type: ignore[no-any-return]
     return made(cold=cold) if name == "inductor" else made()  # type: ignore[no-any-return]
 
 
-def all_contenders(templates: Sequence[str] = (), *, cold: bool = False) -> dict[str, Contender | str]:
+def all_contenders(
+    templates: Sequence[str | Path] = (), *, cold: bool = False, cache_dir: Path | None = None
+) -> dict[str, Contender | str]:
     """Every contender by name; one that can't be imported is the reason why instead."""
     found: dict[str, Contender | str] = {}
     for name in NAMES:
         try:
-            found[name] = contender_named(name, templates, cold=cold)
+            found[name] = contender_named(name, templates, cold=cold, cache_dir=cache_dir)
         except ContenderFailed as error:
             found[name] = str(error)
     return found
