@@ -44,7 +44,9 @@ class Block(nn.Module):
 class TinyGPT(nn.Module):
     """Token ids int64[batch, length] to logits float[batch, length, vocabulary]."""
 
-    def __init__(self, vocabulary: int = 1024, length: int = 256, width: int = 256, heads: int = 4, layers: int = 4) -> None:
+    def __init__(
+        self, vocabulary: int = 1024, length: int = 256, width: int = 256, heads: int = 4, layers: int = 4
+    ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(length, width)

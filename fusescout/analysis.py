@@ -9,9 +9,11 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from fusescout.decide import Decision
 from fusescout.decide import decide
 from fusescout.decide import select
 from fusescout.device import Device
+from fusescout.endtoend import SAMPLE_S
 from fusescout.endtoend import OnEvent
 from fusescout.endtoend import compare
 from fusescout.environment import describe
@@ -36,7 +39,7 @@ from fusescout.ir import Subgraph
 from fusescout.plan import Entry
 from fusescout.plan import Plan
 from fusescout.probe import measure_device
-from fusescout.profile import profile
+from fusescout.profiling import profile
 from fusescout.session import CandidateResult
 from fusescout.session import EndToEnd
 from fusescout.session import Environment
@@ -109,9 +112,9 @@ def run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | No
         verdict=verdict.verdict,
         environment=environment,
         workload=workload.info(),
-        settings=_settings(config),
+        settings=_settings(config, races, folder),
         profile=measured.info(ops, len(graphs), captured.breaks),
-        candidates=[_result(c, races[c.id], decisions[c.id], chosen, verdict, folder) for c in ranking.candidates],
+        candidates=[_result(c, races[c.id], decisions[c.id], chosen, verdict) for c in ranking.candidates],
         rejections=list(ranking.rejections),
         end_to_end=verdict,
         stages_s=clock.seconds,
@@ -123,16 +126,17 @@ def run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | No
 
 
 def _refusal(device: Device, config: Config) -> Any:
-    contenders = [c for c in all_contenders(config.templates) if c.name not in ("eager", "inductor")]
+    known = all_contenders([str(t) for t in config.templates])
+    contenders = {name: c for name, c in known.items() if name not in ("eager", "inductor")}
 
     def refusal(family: str, subgraph: Subgraph) -> str | None:
         """Inductor alone makes no candidate: it is a way to run the whole model, and is measured as that."""
         reasons = []
-        for contender in contenders:
-            found = contender.variants(subgraph, device, config.effort)
+        for name, contender in contenders.items():
+            found = contender if isinstance(contender, str) else contender.variants(subgraph, device, config.effort)
             if not isinstance(found, str):
                 return None
-            reasons.append(f"{contender.name}: {found}")
+            reasons.append(f"{name}: {found}")
         return " ".join(reasons)
 
     return refusal
@@ -151,19 +155,31 @@ def _race_all(
             inputs = Path(scratch) / f"{candidate.id}.pt"
             save(inputs, [values[name] for name in candidate.inputs])
             del values
-            races[candidate.id] = race(
+            raced = race(
                 candidate.subgraph,
                 inputs,
                 device,
                 config,
-                bound_us=candidate.bound_us / len(candidate.sites),
-                on_event=lambda done, total, detail, n=number: on_event(  # type: ignore[misc]
-                    "race", n, len(ranking.candidates), detail
-                ),
-                folder=folder / "kernels" / candidate.id if folder else None,
+                on_event=lambda _s, _d, _t, text, n=number: on_event("race", n, len(ranking.candidates), text),  # type: ignore[misc]
             )
+            races[candidate.id] = _keep(raced, folder / "kernels" / candidate.id) if folder else raced
             inputs.unlink()
     return races
+
+
+def _keep(raced: RaceResult, folder: Path) -> RaceResult:
+    """Write each contender's generated source and its stand-alone script, and note the script's path."""
+    results = []
+    for result in raced.contenders:
+        for suffix, texts in (("repro.py", raced.scripts), ("source.txt", raced.sources)):
+            if text := texts.get(result.name):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{result.name}.{suffix}").write_text(text, encoding="utf-8")
+        has_script = bool(raced.scripts.get(result.name))
+        results.append(
+            result.model_copy(update={"repro": str(folder / f"{result.name}.repro.py")}) if has_script else result
+        )
+    return replace(raced, contenders=tuple(results))
 
 
 def _plan(
@@ -209,7 +225,6 @@ def _result(
     decision: Decision,
     chosen: tuple[tuple[Candidate, int], ...],
     verdict: EndToEnd,
-    folder: Path | None,
 ) -> CandidateResult:
     kept_sites = next((n for c, n in chosen if c.id == candidate.id), 0)
     status, reason = "kept", decision.reason
@@ -246,5 +261,15 @@ def _result(
     )
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude={"cache_dir", "output"})
+def _settings(config: Config, races: Mapping[str, RaceResult], folder: Path | None) -> dict[str, Any]:
+    """What a reader needs to judge the numbers: the configuration and how it was measured."""
+    policy = [
+        "A chain's contenders run in child processes on the captured activations and on fresh inputs.",
+        "Each is held against the chain in float64: its error may be twice eager's own plus one rounding step.",
+        *dict.fromkeys(f"Chains: {r.policy}." for r in races.values() if r.policy),
+        "The whole model is timed unprofiled in interleaved rounds, each second one in reverse order;"
+        f" a sample lasts at least {SAMPLE_S * 1e3:.0f} ms. Intervals are 95 % bootstrap intervals of the paired rounds.",
+        f"A chain is accepted if its interval's lower end beats every cheaper contender {config.threshold:.2f} times.",
+    ]
+    settings = config.model_dump(mode="json", exclude={"cache_dir", "output"})
+    return settings | {"policy": policy, "run_dir": str(folder) if folder else ""}

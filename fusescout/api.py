@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,17 +53,22 @@ def analyze(
 
     config = config or load(settings)
     folder = Path(output) if output is not None else config.output
-    workload = build(
-        model,
-        args,
-        kwargs,
-        device=config.device if config.device != "auto" else None,
-        dtype=config.dtype,
-        mode=config.mode,
-        name=name or type(model).__name__,
-        loss=loss,
-    )
-    outcome = run(workload, config, on_event or _silent, folder)
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        workload = build(
+            model,
+            args,
+            kwargs,
+            device=config.device if config.device != "auto" else None,
+            dtype=config.dtype,
+            mode=config.mode,
+            name=name or type(model).__name__,
+            loss=loss,
+        )
+        outcome = run(workload, config, on_event or _silent, folder)
+    finally:
+        for module, training in flags:
+            module.training = training
     if folder is not None:
         write(outcome, folder)
     return outcome
@@ -83,8 +87,3 @@ def write(outcome: Outcome, folder: Path) -> None:
 
 def _silent(_stage: str, _done: int, _total: int, _detail: str) -> None:
     return None
-
-
-def disabled() -> bool:
-    """`FUSESCOUT_DISABLE=1` turns every patch off."""
-    return os.environ.get("FUSESCOUT_DISABLE", "") not in ("", "0")

@@ -98,7 +98,9 @@ def rank(
             candidates.append(candidate)
     candidates.sort(key=lambda c: (-c.gain_us, c.key))
     for late in candidates[top:]:
-        rejections.append(_reject(late, "below-threshold", f"{top} candidates could give more; raise --top to race it too."))
+        rejections.append(
+            _reject(late, "below-threshold", f"{top} candidates could give more; raise --top to race it too.")
+        )
     rejections += _uncovered(graphs, node_time_us, step_us)
     rejections.sort(key=lambda r: -r.time_us)
     return Ranking(tuple(candidates[:top]), tuple(rejections))
@@ -176,7 +178,10 @@ def _verdict(candidate: Candidate, step_us: float, refusal: Callable[[str, Subgr
         )
     if candidate.gain_us < MIN_SHARE * step_us:
         share = candidate.gain_us / step_us if step_us else 0.0
-        return "below-threshold", f"At its physical bound it would give {share:.2%} of the step; {MIN_SHARE:.1%} is needed to be worth a race."
+        return (
+            "below-threshold",
+            f"At its physical bound it would give {share:.2%} of the step; {MIN_SHARE:.1%} is needed to be worth a race.",
+        )
     reason = refusal(candidate.family, candidate.subgraph)
     return ("unsupported", reason) if reason else ("", "")
 
@@ -207,11 +212,21 @@ def _uncovered(graphs: Sequence[Graph], node_time_us: Callable[[int, str], float
             continue
         kind = op_class(target)
         code, reason = {
-            "gemm": ("gemm-bound", "Its time is the matrix product itself, and nothing pointwise follows that could ride along."),
+            "gemm": (
+                "gemm-bound",
+                "Its time is the matrix product itself, and nothing pointwise follows that could ride along.",
+            ),
             "attention": ("one-op", "Attention is one fused kernel already."),
             "conv": ("unsupported", "Convolutions stay with the framework's library; no template covers this one."),
         }.get(kind, ("unsupported", f"No template family covers {target} here."))
         found.append(
-            Rejection(chain=[target.split(".")[1] if "." in target else target], where=members[0][0], count=len(members), time_us=time_us, code=code, reason=reason)
+            Rejection(
+                chain=[target.split(".")[1] if "." in target else target],
+                where=members[0][0],
+                count=len(members),
+                time_us=time_us,
+                code=code,
+                reason=reason,
+            )
         )
     return found

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from fusescout.capture.recompute import run_eagerly
 from fusescout.plan import Composition
 
 
@@ -23,13 +24,13 @@ def compose(
         composition: how to run it.
     """
     if composition == "eager":
-        return rewritten
+        return run_eagerly(rewritten)
     from torch._inductor.compile_fx import compile_fx
 
     _keep_origin(captured, rewritten)
     options = {"triton.cudagraphs": True} if composition == "cudagraph" else {}
-    compiled: Callable[..., Any] = compile_fx(rewritten, list(inputs), config_patches=options)
-    return compiled
+    compiled: Any = compile_fx(rewritten, list(inputs), config_patches=options)
+    return compiled  # type: ignore[no-any-return]
 
 
 def _keep_origin(captured: fx.GraphModule, rewritten: fx.GraphModule) -> None:
@@ -38,7 +39,7 @@ def _keep_origin(captured: fx.GraphModule, rewritten: fx.GraphModule) -> None:
     if "dynamo_compile_id" not in captured.meta or sources is None or _has_constants(rewritten):
         return
     rewritten.meta.update(captured.meta)
-    rewritten._param_name_to_source = sources  # type: ignore[assignment]
+    rewritten._param_name_to_source = sources
     before = captured.graph.find_nodes(op="placeholder")
     after = rewritten.graph.find_nodes(op="placeholder")
     for old, new in zip(before, after, strict=True):

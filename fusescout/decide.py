@@ -17,6 +17,10 @@ from fusescout.session import Interval
 from fusescout.stats import ratio
 
 UPKEEP_ORDER = ("eager", "framework", "inductor", "tilelang", "cuda")
+IMPLAUSIBLE = 4.0
+"""Eager's race time over its profiled time from which the race is not believed; cold caches alone make 2."""
+SMALLEST_US = 20.0
+"""Below this the profile's own resolution and a kernel's launch decide, and the ratio says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,18 @@ def decide(
     """
     fit = [r.name for r in results if r.status == "ok" and samples.get(r.name)]
     if "eager" not in fit:
-        return Decision("eager", False, "The eager baseline could not be measured, so nothing can be accepted.", None, None, 0.0, None)
+        return Decision(
+            "eager",
+            False,
+            "The eager baseline could not be measured, so nothing can be accepted.",
+            None,
+            None,
+            0.0,
+            None,
+        )
     order = [name for name in UPKEEP_ORDER if name in fit]
+    if doubt := _implausible(candidate, _median(samples["eager"])):
+        return Decision("eager", False, doubt, None, None, 0.0, None)
     medians = {name: _median(samples[name]) for name in order}
     for name in reversed(order[1:]):
         cheaper = order[: order.index(name)]
@@ -71,6 +85,20 @@ def decide(
             pays_back_calls=payback,
         )
     return _keep(results, samples, order, medians, threshold)
+
+
+def _implausible(candidate: Candidate, eager_us: float) -> str:
+    """Why the race's baseline can't be the chain that was profiled, or an empty string.
+
+    On a busy machine a race once measured 15 ms for a chain that takes 57 µs in the model: no win over that counts.
+    """
+    profiled_us = candidate.time_us / len(candidate.sites)
+    if eager_us <= IMPLAUSIBLE * max(profiled_us, SMALLEST_US):
+        return ""
+    return (
+        f"Eager took {eager_us:.0f} µs in the race and {profiled_us:.0f} µs in the model's profile, so this race proves"
+        " nothing; run it again on a quieter machine."
+    )
 
 
 def _keep(

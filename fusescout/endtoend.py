@@ -207,7 +207,11 @@ def _conclude(
     ] + failed
     baseline = median_interval(eager)
     if not patched:
-        why = "No chain was accepted" if not plan.entries and not dropped else "No patched form of the model passed its check"
+        why = (
+            "No chain was accepted"
+            if not plan.entries and not dropped
+            else "No patched form of the model passed its check"
+        )
         verdict = f"Keep the framework code. {why}; eager takes {_ms(baseline)}."
         return (
             EndToEnd(baseline=baseline, noise=noise, rivals=rivals, dropped=dropped, verdict=verdict),

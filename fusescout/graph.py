@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import networkx as nx
     import pandas as pd
 
-    from fusescout.profile.result import Profile
+    from fusescout.profiling.result import Profile
 
 _ROW = (
     "graph",

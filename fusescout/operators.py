@@ -17,7 +17,7 @@ from fusescout import reference
 from fusescout.ir import FLOATS
 from fusescout.ir import Subgraph
 
-_library = torch.library.Library("fusescout", "FRAGMENT")
+_library: Any = torch.library.Library("fusescout", "FRAGMENT")  # type: ignore[no-untyped-call]
 _runners: dict[str, Callable[[Sequence[Any]], tuple[Any, ...]]] = {}
 _lock = threading.Lock()
 
@@ -64,7 +64,7 @@ def _register(name: str, subgraph: Subgraph, device_kind: str) -> None:
         return made[0] if single else made
 
     torch.library.register_fake(f"fusescout::{name}", fake, lib=_library)
-    if any(spec.requires_grad for spec in subgraph.inputs):
+    if any(spec.requires_grad for spec in subgraph.output_specs):
         _register_backward(name, subgraph)
 
 

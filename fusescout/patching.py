@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch._dynamo
 from torch import fx
 from torch import nn
 
@@ -67,11 +71,14 @@ class Backend:
         with self._lock:
             self.counters.captures += 1
             number = self.counters.captures - 1
+            if os.environ.get("FUSESCOUT_DISABLE", "") not in ("", "0"):
+                self.counters.fallbacks[f"graph {number}"] = "FUSESCOUT_DISABLE is set"
+                return module
             try:
                 aten = to_aten(module, inputs)
                 graph = encode_graph(aten, number)
             except NotCapturable as error:
-                self.counters.fallbacks[f"graph {number}"] = str(error)
+                self.counters.fallbacks[f"graph {number}"] = error.reason
                 return compose(module, module, inputs, self.plan.composition)
             entries = [e for e in self.plan.entries if self._ready(e)]
             done = rewrite(aten, graph, entries, lambda e, _: self._operators[e.id])
@@ -110,19 +117,55 @@ class Patched:
         self.plan = backend.plan
         self.counters = backend.counters
         self._before = getattr(model, "_compiled_call_impl", None)
-        model.compile(backend=backend, dynamic=False)
-        self._ours = model._compiled_call_impl
+        model.compile(backend=_GuardHooks(backend), dynamic=False)
+        compiled = model._compiled_call_impl
+        assert compiled is not None
+        self._ours = model._compiled_call_impl = _restoring_hook_guards(compiled)
 
     def undo(self) -> None:
         """Give the model back the call it had. Calling it twice does nothing more."""
         if getattr(self.model, "_compiled_call_impl", None) is self._ours:
-            self.model._compiled_call_impl = self._before  # type: ignore[assignment]
+            self.model._compiled_call_impl = self._before
 
     def __enter__(self) -> Patched:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+
+class _GuardHooks:
+    """The back end, with guards on module hooks for what is captured.
+
+    Dynamo leaves them out by default, and a hook that is added later would be ignored silently. The setting is read
+    when guards are made, after the back end has returned, so `_restoring_hook_guards` puts it back.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        compiled = self.backend(module, inputs)
+        if _changed.get() is None:
+            _changed.set(torch._dynamo.config.skip_nnmodule_hook_guards)
+        torch._dynamo.config.skip_nnmodule_hook_guards = False
+        return compiled
+
+
+_changed: ContextVar[bool | None] = ContextVar("hook guards before", default=None)
+
+
+def _restoring_hook_guards(call: Callable[..., Any]) -> Callable[..., Any]:
+    def patched_call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        finally:
+            before = _changed.get()
+            if before is not None:
+                torch._dynamo.config.skip_nnmodule_hook_guards = before
+                _changed.set(None)
+
+    return patched_call
 
 
 def patch(model: nn.Module, plan: Plan | str | Path, *, composition: Composition | None = None) -> Patched:
@@ -141,7 +184,9 @@ def patch(model: nn.Module, plan: Plan | str | Path, *, composition: Composition
         plan = Plan.load(Path(plan))
     if composition is not None:
         plan = plan.composed(composition)
-    where = next((t.device.type for t in model.parameters()), None) or next((t.device.type for t in model.buffers()), None)
+    where = next((t.device.type for t in model.parameters()), None) or next(
+        (t.device.type for t in model.buffers()), None
+    )
     if where is not None and where != plan.device_kind:
         raise PlanMismatch("device", plan.device_kind, where)
     device = describe_device(plan.device_kind)

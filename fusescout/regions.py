@@ -207,7 +207,13 @@ def _epilogues(flow: _Flow, anchor: Node) -> list[set[str]]:
 
     def same_size(node: Node) -> bool:
         out = shape_of(node)
-        return out is not None and bool(out) and out[-1] == shape[-1] and isinstance(node.out, TensorSpec) and node.out.numel == numel
+        return (
+            out is not None
+            and bool(out)
+            and out[-1] == shape[-1]
+            and isinstance(node.out, TensorSpec)
+            and node.out.numel == numel
+        )
 
     widest = _grow(flow, {anchor.name}, lambda n: (is_pointwise(n) and same_size(n)) or regroups(n), backward=False)
 

@@ -52,7 +52,9 @@ def rewrite(
             if late is None:
                 continue  # an earlier replacement closed a loop through this region
             outputs = graph.escapes(region.nodes)
-            current |= _replace(module.graph, members, late, [current[i] for i in inputs], outputs, operator(entry, subgraph))
+            current |= _replace(
+                module.graph, members, late, [current[i] for i in inputs], outputs, operator(entry, subgraph)
+            )
             used |= set(region.nodes)
             done.append(Replacement(entry.id, region.nodes))
     if done:

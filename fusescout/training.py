@@ -110,7 +110,12 @@ class Scout:
         gradients = [p.grad for p in self.model.parameters()]
         try:
             return analyze(
-                self.model, args, kwargs, loss=self.loss, output=self.output, config=self.config.model_copy(update={"mode": mode})
+                self.model,
+                args,
+                kwargs,
+                loss=self.loss,
+                output=self.output,
+                config=self.config.model_copy(update={"mode": mode}),
             )
         finally:
             self.model.train(was_training)

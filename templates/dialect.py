@@ -173,8 +173,6 @@ FS float fs_log1p(float x) { return log1pf(x); }
 FS float fs_sin(float x) { return sinf(x); }
 FS float fs_cos(float x) { return cosf(x); }
 FS float fs_tan(float x) { return tanf(x); }
-FS float fs_sinh(float x) { return sinhf(x); }
-FS float fs_cosh(float x) { return coshf(x); }
 FS float fs_asin(float x) { return asinf(x); }
 FS float fs_acos(float x) { return acosf(x); }
 FS float fs_atan(float x) { return atanf(x); }
@@ -228,6 +226,8 @@ FS float fs_bits(int x) { return __int_as_float(x); }
 FS float fs_rcp(float x) { return 1.0f / x; }
 FS float fs_div(float x, float y) { return x / y; }
 FS float fs_rsqrt(float x) { return rsqrtf(x); }
+FS float fs_sinh(float x) { return sinhf(x); }
+FS float fs_cosh(float x) { return coshf(x); }
 """
 
 PRELUDE_CUDA = _CUDA_START + _EXACT + _SHARED
@@ -245,6 +245,8 @@ FS uint32_t fs_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 FS float fs_rcp(float x) { return 1.0f / x; }
 FS float fs_div(float x, float y) { return x / y; }
 FS float fs_rsqrt(float x) { return 1.0f / sqrtf(x); }
+FS float fs_sinh(float x) { return (float)sinh((double)x); }
+FS float fs_cosh(float x) { return (float)cosh((double)x); }
 FS float fs_load_bf16(uint16_t h) { return fs_bits((int32_t)((uint32_t)h << 16)); }
 FS uint16_t fs_store_bf16(float x) {
   uint32_t u = fs_of(x), r = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;

@@ -203,21 +203,22 @@ def _silu(w: Writer) -> str:
     return f"{w.x()} * sigmoid({w.x()})"
 
 
-def _softplus_text(w: Writer, beta: float, threshold: float) -> str:
-    x = w.x()
-    scaled = x if beta == 1 else w.let(f"{x} * {w.f(beta)}")
-    soft = f"log1p(exp({scaled}))" if beta == 1 else f"div(log1p(exp({scaled})), {w.f(beta)})"
-    return f"where({scaled} > {w.f(threshold)}, {x}, {soft})"
-
-
 def _softplus(w: Writer) -> str:
     w.need_float()
-    return _softplus_text(w, w.number(1, "beta", 1), w.number(2, "threshold", 20))
+    beta, threshold = w.number(1, "beta", 1), w.number(2, "threshold", 20)
+    x = w.x()
+    scaled = x if beta == 1 else w.let(f"{x} * {w.f(beta)}")
+    soft = w.let(f"maximum({scaled}, {w.f(0)}) + log1p(exp(-fabs({scaled})))")  # log1p(exp(x)), rounded once less
+    return f"where({scaled} > {w.f(threshold)}, {x}, {soft if beta == 1 else f'div({soft}, {w.f(beta)})'})"
 
 
 def _mish(w: Writer) -> str:
+    """x tanh(log(1 + exp x)) as a quotient of polynomials in e = exp(-|x|)."""
     w.need_float()
-    return f"{w.x()} * tanh(log1p(exp({w.x()})))"
+    x, two = w.x(), w.f(2)
+    e = w.let(f"exp(-fabs({x}))")
+    above = w.let(f"where({x} > {w.f(0)}, {w.f(1)} + {two} * {e}, {e} * ({e} + {two}))")
+    return f"{x} * div({above}, {above} + where({x} > {w.f(0)}, {two} * {e} * {e}, {two}))"
 
 
 def _log_sigmoid(w: Writer) -> str:
@@ -301,7 +302,12 @@ def _batch_norm(w: Writer) -> str:
     weight, bias, mean, var = (w.arg(i) for i in (1, 2, 3, 4))
     if not isinstance(mean, Ref) or not isinstance(var, Ref):
         raise Unsupported("batch_norm without running statistics")
-    text = f"({w.x()} - {w.value(mean)}) * rsqrt({w.value(var)} + {w.f(w.number(7, 'eps', 1e-5))})"
+    scale = f"rsqrt({w.value(var)} + {w.f(w.number(7, 'eps', 1e-5))})"
+    if w.dialect.cpu:  # as eager does there: rounding errors are then the same
+        scale = w.let(scale if weight is None else f"{scale} * {w.value(weight)}")
+        shift = f"{w.value(mean)} * {scale}"
+        return f"{w.x()} * {scale} " + (f"- {shift}" if bias is None else f"+ ({w.value(bias)} - {shift})")
+    text = f"({w.x()} - {w.value(mean)}) * {scale}"
     text = text if weight is None else f"{text} * {w.value(weight)}"
     return text if bias is None else f"{text} + {w.value(bias)}"
 

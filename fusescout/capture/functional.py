@@ -44,7 +44,9 @@ def _twin(node: fx.Node) -> OpOverload | None:
         return None
     packet = getattr(torch.ops.aten, name[:-1], None)
     twin = getattr(packet, target._overloadname, None) if packet is not None else None
-    if not isinstance(twin, OpOverload) or [a.name for a in twin._schema.arguments] != [a.name for a in target._schema.arguments]:
+    if not isinstance(twin, OpOverload) or [a.name for a in twin._schema.arguments] != [
+        a.name for a in target._schema.arguments
+    ]:
         return None
     return None if any(r.alias_info for r in twin._schema.returns) else twin
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusescout.profile.result import KernelTime
-from fusescout.profile.result import NodeTime
-from fusescout.profile.result import Profile
+from fusescout.profiling.result import KernelTime
+from fusescout.profiling.result import NodeTime
+from fusescout.profiling.result import Profile
 
 if TYPE_CHECKING:
     from fusescout.capture import Capture
@@ -28,6 +28,6 @@ def profile(workload: Workload, capture: Capture, *, runs: int = 5, trace_path: 
     Raises:
         ProfilerBusy: a profiler is already active in this process.
     """
-    from fusescout.profile.run import run
+    from fusescout.profiling.run import run
 
     return run(workload, capture, runs, trace_path)

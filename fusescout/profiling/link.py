@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from typing import Any
 
-from fusescout.profile.trace import RESOLUTION_US
-from fusescout.profile.trace import Trace
+from fusescout.profiling.trace import RESOLUTION_US
+from fusescout.profiling.trace import Trace
 
 if TYPE_CHECKING:
     import numpy as np

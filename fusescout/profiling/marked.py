@@ -16,7 +16,7 @@ from torch._C._profiler import _RecordFunctionFast
 from torch.utils._pytree import tree_leaves
 
 from fusescout.capture.protect import copy_tensor
-from fusescout.profile.trace import MARKER
+from fusescout.profiling.trace import MARKER
 
 if TYPE_CHECKING:
     from fusescout.capture import CapturedGraph

@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import record_function
 
 from fusescout.errors import ProfilerBusy
-from fusescout.profile.sequence import CALL
-from fusescout.profile.trace import Trace
-from fusescout.profile.trace import read
+from fusescout.profiling.sequence import CALL
+from fusescout.profiling.trace import Trace
+from fusescout.profiling.trace import read
 from fusescout.session import write_atomic
 
 Prepare = Callable[[], Callable[[], object]]

@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 from fusescout.capture.protect import copy_arguments
 from fusescout.capture.protect import protected
 from fusescout.flops import op_class
-from fusescout.profile.marked import Replay
-from fusescout.profile.recorder import record
-from fusescout.profile.recorder import refuse_if_busy
-from fusescout.profile.recorder import synchronize
-from fusescout.profile.result import Profile
-from fusescout.profile.sequence import Call
-from fusescout.profile.sequence import Item
-from fusescout.profile.sequence import align
-from fusescout.profile.sequence import cpu_calls
-from fusescout.profile.sequence import gpu_calls
-from fusescout.profile.sequence import kernel_times
-from fusescout.profile.sequence import node_times
-from fusescout.profile.sequence import on_grid
-from fusescout.profile.sequence import typical
+from fusescout.profiling.marked import Replay
+from fusescout.profiling.recorder import record
+from fusescout.profiling.recorder import refuse_if_busy
+from fusescout.profiling.recorder import synchronize
+from fusescout.profiling.result import Profile
+from fusescout.profiling.sequence import Call
+from fusescout.profiling.sequence import Item
+from fusescout.profiling.sequence import align
+from fusescout.profiling.sequence import cpu_calls
+from fusescout.profiling.sequence import gpu_calls
+from fusescout.profiling.sequence import kernel_times
+from fusescout.profiling.sequence import node_times
+from fusescout.profiling.sequence import on_grid
+from fusescout.profiling.sequence import typical
 from fusescout.session import Interval
 from fusescout.stats import median_interval
 
@@ -46,7 +46,7 @@ OUTSIDE = "(outside of the captured graphs)"
 
 
 def run(workload: Workload, capture: Capture, runs: int, trace_path: Path | None) -> Profile:
-    """See `fusescout.profile.profile`."""
+    """See `fusescout.profiling.profile`."""
     refuse_if_busy()
     runs = max(runs, 1)
     with protected(workload.model):

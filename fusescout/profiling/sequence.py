@@ -12,13 +12,13 @@ from difflib import SequenceMatcher
 from statistics import median
 from typing import TYPE_CHECKING
 
-from fusescout.profile.link import enclosing
-from fusescout.profile.link import link_gpu
-from fusescout.profile.link import link_ops
-from fusescout.profile.result import KernelTime
-from fusescout.profile.result import NodeTime
-from fusescout.profile.trace import MARKER
-from fusescout.profile.trace import Trace
+from fusescout.profiling.link import enclosing
+from fusescout.profiling.link import link_gpu
+from fusescout.profiling.link import link_ops
+from fusescout.profiling.result import KernelTime
+from fusescout.profiling.result import NodeTime
+from fusescout.profiling.trace import MARKER
+from fusescout.profiling.trace import Trace
 
 if TYPE_CHECKING:
     import numpy as np

@@ -156,26 +156,34 @@ def test_configs_are_json_safe_and_start_with_schedules_that_fit_the_shape():
     assert all(isinstance(v, int | str) for c in first for v in c.values())
 
 
-def cuda_source(template, graph, schedule):
+def cuda_source(template, graph, schedule, cluster=1):
     import tilelang
 
-    config = next(c for c in template.configs(graph, HOPPER) if c["schedule"] == schedule)
+    kinds = ((c["schedule"], c.get("cluster", 1), c) for c in template.configs(graph, HOPPER))
+    config = next(c for s, k, c in kinds if (s, k) == (schedule, cluster))
     kernel = template.kernel(graph, config, HOPPER)
     target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
     with tilelang.tvm.transform.PassContext(opt_level=3, config=dict(kernel.pass_configs)), target:
         return tilelang.lower(kernel.func, target=target).kernel_source
 
 
-@pytest.mark.parametrize("schedule", ["pingpong", "coop", "roles", "auto"])
+@pytest.mark.parametrize("schedule", ["pingpong", "pingpong in pairs", "coop", "coop in pairs", "roles", "auto"])
 @pytest.mark.parametrize("residual", [False, True], ids=["bias", "residual"])
 def test_hopper_schedules_use_the_copy_engine_and_wgmma(schedule, residual):
     if residual:
         graph = meta(lambda x, w, b, r: F.linear(x, w, b) + r, (8200, 776), (1536, 776), (1536,), (8200, 1536))
     else:
         graph = meta(lambda x, w, b: F.gelu(F.linear(x, w, b)), (8200, 776), (1536, 776), (1536,))
-    source = cuda_source(gemm_epilogue, graph, schedule)
+    cluster = 2 if schedule.endswith("pairs") else 1
+    schedule = schedule.split()[0]
+    source = cuda_source(gemm_epilogue, graph, schedule, cluster)
     assert "wgmma_ss<" in source and "tma_load(" in source and "tma_store(" in source
-    assert source.count("__syncthreads()") == 1, "a second block-wide barrier would dead-lock warp-specialised roles"
+    assert ("tma_load_multicast(" in source) == (cluster == 2)
+    if cluster == 2:  # once before barriers of the other block are used, once before a block leaves
+        assert source.count("tl::cluster_sync()") == 2
+    assert source.count("__syncthreads()") == 2 - cluster, (
+        "a second block-wide barrier would dead-lock warp-specialised roles"
+    )
     if schedule in ("pingpong", "coop"):
         # Before a tile is staged, all threads of its group wait until the last store has left the buffer; before it
         # is stored, each makes its writes visible to the copy engine and waits for the others.

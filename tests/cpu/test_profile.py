@@ -25,9 +25,9 @@ from fusescout.flops import op_class
 from fusescout.graph import OpGraph
 from fusescout.ir import TensorSpec
 from fusescout.probe import measure_device
-from fusescout.profile import Profile
-from fusescout.profile import profile
-from fusescout.profile.trace import read
+from fusescout.profiling import Profile
+from fusescout.profiling import profile
+from fusescout.profiling.trace import read
 from fusescout.workload import Workload
 
 
@@ -287,7 +287,7 @@ class FakeReplay:
 
 def cuda_run(monkeypatch: pytest.MonkeyPatch, traces: list[bytes]) -> Any:
     """What the CUDA side of a profile makes of these traces, in the order in which it records them."""
-    from fusescout.profile import run
+    from fusescout.profiling import run
 
     work = workload()
     monkeypatch.setattr(run, "record", lambda *args: read(traces.pop(0)))

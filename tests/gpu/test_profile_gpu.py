@@ -11,10 +11,10 @@ from torch import nn
 from fusescout.capture import capture
 from fusescout.graph import OpGraph
 from fusescout.probe import measure_device
-from fusescout.profile import Profile
-from fusescout.profile import profile
-from fusescout.profile.link import link_gpu
-from fusescout.profile.trace import read
+from fusescout.profiling import Profile
+from fusescout.profiling import profile
+from fusescout.profiling.link import link_gpu
+from fusescout.profiling.trace import read
 from fusescout.workload import Workload
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -112,7 +112,7 @@ def test_without_records_nodes_are_timed_by_events(monkeypatch: pytest.MonkeyPat
     work = workload()
     captured = capture(work)
     normal = profile(work, captured, runs=5)
-    monkeypatch.setattr("fusescout.profile.run.gpu_calls", lambda trace: [])
+    monkeypatch.setattr("fusescout.profiling.run.gpu_calls", lambda trace: [])
     found = profile(work, captured, runs=5)
     check_sums(found)
     assert found.source == "events"

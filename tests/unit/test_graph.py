@@ -16,9 +16,9 @@ from fusescout.ir import Graph
 from fusescout.ir import Node
 from fusescout.ir import Ref
 from fusescout.ir import TensorSpec
-from fusescout.profile import KernelTime
-from fusescout.profile import NodeTime
-from fusescout.profile import Profile
+from fusescout.profiling import KernelTime
+from fusescout.profiling import NodeTime
+from fusescout.profiling import Profile
 from fusescout.session import Interval
 
 DEVICE = Device("cuda", "test", "sm_90a", 132, 4e12, {"bfloat16": 6e14, "float32": 5e13}, launch_us=4.0)
@@ -209,7 +209,7 @@ def test_nothing_here_needs_torch() -> None:
 
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import fusescout.graph, fusescout.flops, fusescout.probe, fusescout.profile, fusescout.profile.trace, "
-        "fusescout.profile.sequence\nassert 'networkx' not in sys.modules and 'pandas' not in sys.modules"
+        "import fusescout.graph, fusescout.flops, fusescout.probe, fusescout.profiling, fusescout.profiling.trace, "
+        "fusescout.profiling.sequence\nassert 'networkx' not in sys.modules and 'pandas' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -111,7 +111,9 @@ def test_written_out_attention_is_found_whole() -> None:
     q, k, v = (b.input(spec(2, 4, 32, 16)) for _ in range(3))
     kt = b.op("transpose", spec(2, 4, 16, 32), k, 2, 3)
     scores = b.op("mul", spec(2, 4, 32, 32), b.op("matmul", spec(2, 4, 32, 32), q, kt), 0.25)
-    p = b.op("aten.softmax.int", spec(2, 4, 32, 32), b.op("add", spec(2, 4, 32, 32), scores, b.input(spec(2, 1, 32, 32))), -1)
+    p = b.op(
+        "aten.softmax.int", spec(2, 4, 32, 32), b.op("add", spec(2, 4, 32, 32), scores, b.input(spec(2, 1, 32, 32))), -1
+    )
     y = b.op("matmul", spec(2, 4, 32, 16), p, v)
     assert ("matmul", "mul", "add", "softmax", "matmul") in chains(b.graph(y), "attention")
 

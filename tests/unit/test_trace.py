@@ -12,18 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusescout.errors import TraceUnreadable
-from fusescout.profile.link import enclosing
-from fusescout.profile.link import link_gpu
-from fusescout.profile.sequence import Call
-from fusescout.profile.sequence import Item
-from fusescout.profile.sequence import align
-from fusescout.profile.sequence import gpu_calls
-from fusescout.profile.sequence import kernel_times
-from fusescout.profile.sequence import node_times
-from fusescout.profile.sequence import on_grid
-from fusescout.profile.sequence import typical
-from fusescout.profile.sequence import union_us
-from fusescout.profile.trace import read
+from fusescout.profiling.link import enclosing
+from fusescout.profiling.link import link_gpu
+from fusescout.profiling.sequence import Call
+from fusescout.profiling.sequence import Item
+from fusescout.profiling.sequence import align
+from fusescout.profiling.sequence import gpu_calls
+from fusescout.profiling.sequence import kernel_times
+from fusescout.profiling.sequence import node_times
+from fusescout.profiling.sequence import on_grid
+from fusescout.profiling.sequence import typical
+from fusescout.profiling.sequence import union_us
+from fusescout.profiling.trace import read
 
 HOST, BACKWARD_THREAD = 4242, 4301
 SYNC = "cudaDeviceSynchronize"
@@ -312,7 +312,7 @@ def test_reading_in_pieces_changes_nothing(indent: int | None, monkeypatch: pyte
     nested = {"kernels": [{"a": [{"b": 1}, {"c": 2}]}, {"d": 3}, {"e": 4}]}
     data = json.dumps({"traceEvents": w.events, "after": nested, "list": [{"x": 1}, {"y": 2}]}, indent=indent).encode()
     whole = read(data)
-    monkeypatch.setattr("fusescout.profile.trace._CHUNK", 64)
+    monkeypatch.setattr("fusescout.profiling.trace._CHUNK", 64)
     pieces = read(data)
     assert pieces.ops.equals(whole.ops)
     assert pieces.gpu.equals(whole.gpu)
