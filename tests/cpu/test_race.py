@@ -69,6 +69,15 @@ def kernel(graph, config, device):
 """
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Children take over the thread count. On a busy machine a parallel loop's barrier waits for scheduler ticks."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def spare() -> Iterator[Spare]:
     with Spare() as kept:
