@@ -1,0 +1,106 @@
+"""Every GEMM schedule on a real GPU, on shapes with tails, few rows, one k-step and all kinds of operands."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from fusescout.templates import gated_mlp
+from fusescout.templates import gemm_epilogue
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from fusescout import reference
+from fusescout.capture.encode import encode_graph
+from fusescout.contenders.compile_cuda import compile_cuda
+from fusescout.device import Device
+from fusescout.tolerance import Allowance
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+DEADLINE_S = 20
+
+
+def conv1d(x, w, b):
+    return torch.addmm(b, x.view(-1, x.shape[-1]), w).view(*x.shape[:-1], w.shape[1])
+
+
+def residual(x, w, b, r):
+    return F.linear(x, w, b) + r
+
+
+def tanh_gelu(x, w, b):
+    return F.gelu(F.linear(x, w, b), approximate="tanh")
+
+
+def before_and_after(x, w, b):
+    return (h := F.linear(x, w, b)), F.gelu(h)
+
+
+def gated(x, g, u):
+    return F.silu(F.linear(x, g)) * F.linear(x, u)
+
+
+def table_and_column(x, w, b, p, c):
+    return (F.linear(x, w, b) + p) * c
+
+
+CASES = {
+    "several tiles for each block": (tanh_gelu, (4104, 776), (1544, 776), (1544,)),
+    "residual": (residual, (4104, 776), (1544, 776), (1544,), (4104, 1544)),
+    "residual, odd columns": (residual, (100, 72), (203, 72), (203,), (100, 203)),
+    "one k-step": (lambda x, w, b: F.relu(F.linear(x, w, b)), (300, 64), (200, 64), (200,)),
+    "one row": (lambda x, w, b: F.silu(F.linear(x, w, b)), (1, 1032), (4096, 1032), (4096,)),
+    "Conv1D": (lambda x, w, b: F.gelu(conv1d(x, w, b)), (3, 700, 776), (776, 1032), (1032,)),
+    "position table and column": (table_and_column, (8, 100, 768), (768, 768), (768,), (1, 100, 768), (8, 1, 1)),
+    "two results": (before_and_after, (1000, 776), (520, 776), (520,)),
+    "gated": (gated, (2100, 776), (1032, 776), (1032, 776)),
+}
+
+
+@pytest.fixture(scope="module")
+def device():
+    properties = torch.cuda.get_device_properties(0)
+    return Device("cuda", properties.name, "sm_90a", properties.multi_processor_count)
+
+
+def synchronize():
+    """Wait for the GPU, but not for ever: a wrong barrier hangs the kernel, and with it this process."""
+    done = torch.cuda.Event()
+    done.record()
+    start = time.monotonic()
+    while not done.query():
+        if time.monotonic() - start > DEADLINE_S:
+            pytest.exit("A kernel hangs.", returncode=3)
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_config_is_as_close_to_the_truth_as_eager(name, device, tmp_path_factory):
+    function, *shapes = CASES[name]
+    template = gated_mlp if function is gated else gemm_epilogue
+    torch.manual_seed(0)
+    inputs = [torch.randn(s, device="cuda").bfloat16() for s in shapes]
+    graph = encode_graph(make_fx(function, pre_dispatch=True)(*inputs), 0)
+    places = [n.name for n in graph.nodes if not n.is_op]
+    chain, names = graph.subgraph([n.name for n in graph.nodes if n.is_op])
+    ordered = [inputs[places.index(n)] for n in names]
+    assert template.supports(chain, device) is None
+    eager, truth = reference.build(chain)(ordered), reference.build(chain, "float64")(ordered)
+    allowed = [Allowance(e, t) for e, t in zip(eager, truth, strict=True)]
+    configs = template.configs(chain, device)
+    folder = tmp_path_factory.getbasetemp()
+    kernels = [template.kernel(chain, c, device) for c in configs]
+    with ThreadPoolExecutor(16) as pool:
+        compiled = list(pool.map(lambda k: compile_cuda(k, device, folder), kernels))
+    wrong = {}
+    for config, kernel, run in zip(configs, kernels, compiled, strict=True):
+        outputs = [torch.full_like(e, torch.nan) for e in eager]
+        tensors = {"input": ordered, "output": outputs}
+        run(*(tensors[p.role][p.index].as_strided(p.shape, p.stride) for p in kernel.params))
+        synchronize()
+        reasons = [a.judge(o).reason for a, o in zip(allowed, outputs, strict=True)]
+        if any(reasons):
+            wrong[str(config)] = reasons
+    assert not wrong
