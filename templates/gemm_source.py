@@ -21,7 +21,9 @@ class Writer:
     def __init__(self, problem: Problem, config: dict, dialect: Dialect) -> None:
         self.p, self.c, self.d = problem, config, dialect
         self.gemms, self.cluster = len(problem.weights), config.get("cluster", 1)
-        self.staged = [not dialect.cpu and o.dtype in HALF and config["BN"] % 16 == 0 for o in problem.outputs]
+        half = next((o.dtype for o in problem.outputs if o.dtype in HALF), None)
+        through_shared = not dialect.cpu and config["BN"] % 16 == 0
+        self.staged = [through_shared and o.dtype == half for o in problem.outputs]
         self.bulk = [o.pitch % 8 == 0 for o in problem.outputs]
         self.residual = self._residual()
 
