@@ -349,7 +349,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
     parser.add_argument("--only", default="", help="parts of case names, with commas between")
-    parser.add_argument("--limit", type=int, default=99, help="configs of each case")
+    parser.add_argument("--limit", type=int, default=16, help="configs of each case")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--seconds", type=float, default=270, help="start nothing new after this time")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
