@@ -115,9 +115,11 @@ class Bench:
             return False
         if entry.contender == "eager":
             self.check_s = time.perf_counter() - start
-        entry.stats = ErrorStats.model_validate(found["stats"])
+        stats = ErrorStats.model_validate(found["stats"])
+        if found["reason"] or entry.stats is None or level == "full":
+            entry.stats = stats
         if found["reason"]:
-            entry.fail("wrong", found["reason"])
+            entry.fail(found["status"], found["reason"])
         return not found["reason"]
 
     def time(self, entries: Sequence[Entry], case: str, rounds: int, budget_s: float) -> dict[str, Any]:

@@ -81,8 +81,10 @@ def interleave(
     for number in range(rounds):
         if number >= MIN_ROUNDS and time.perf_counter() - start > budget_s:
             break
-        times = clock.round([*alive, *reversed(alive)])
-        for position, k in enumerate(alive):
+        turn = number % len(alive)  # who comes first, after the clock was read, changes from round to round
+        order = [*alive[turn:], *alive[:turn]]
+        times = clock.round([*order, *reversed(order)])
+        for position, k in enumerate(order):
             samples[k].append((times[position] + times[-1 - position]) / 2)
     return Timings(samples, clock.policy, dropped)
 

@@ -7,7 +7,8 @@ Truth t is the sub-graph in float64, e eager's output, o the contender's. Nothin
 2. Each element. |o - t| <= 2 E + step(t). E is the largest eager error among elements of about the same size: those
    within a factor of two of |t|, widened both ways until at least `NEIGHBOURS` non-zero elements are in. A tiny output
    can't hide behind a large one's error. step(t) is the distance of neighbouring numbers of the output type at |t|;
-   for float32 and bfloat16 it ends at the smallest normal number, since GPUs flush smaller ones.
+   for float32 and bfloat16 it ends at the smallest normal number, since GPUs flush smaller ones. It also ends at
+   eps^2 rms(t), an error of second order: GELU's tail may go to zero where it is 1e-8 of the size of the outputs.
 3. Root mean square, per output. rms(o - t) <= 2 rms(e - t) + (eps / 4) rms(t), eps the output type's relative step:
    (eps / 4) is about the rms of one rounding. It sees errors that are small everywhere, as of a low-precision sum.
 
@@ -91,14 +92,11 @@ class Allowance:
         if target.numel() == 0:
             return Errors(0.0, 0.0, 0.0, informative=out.numel() == 0)
         error = (value - target).abs()
-        allowed = 2 * self.slack * self._peak_near().to(target.device)[_bucket(target)] + _step(target, out.dtype)
-        size = math.sqrt(float(target.square().mean()))
+        size, eps = math.sqrt(float(target.square().mean())), torch.finfo(out.dtype).eps
+        step = _step(target, out.dtype).clamp_min(eps * eps * size)
+        allowed = 2 * self.slack * self._peak_near().to(target.device)[_bucket(target)] + step
         rms, eager_rms = math.sqrt(float(error.square().mean())), math.sqrt(self.squares / max(self.elements, 1))
-        allowed_rms = (
-            2 * self.slack * eager_rms
-            + torch.finfo(out.dtype).eps / 4 * size
-            + float(_step(target.new_zeros(1), out.dtype))
-        )
+        allowed_rms = 2 * self.slack * eager_rms + eps / 4 * size + float(_step(target.new_zeros(1), out.dtype))
         ratio = error / allowed
         worst = float(ratio.max())
         scale = size or 1.0

@@ -38,16 +38,22 @@ SAMPLED = 4096
 """Eager's error is sampled on at least this many elements (in at most `DRAWS` more draws of the inputs)."""
 DRAWS = 8
 KEEP_BYTES = 1 << 29
+NO_GRADIENTS = "it has no gradients"
 _M_PERTURB = -6
 _RANDOM = ("rand", "bernoulli", "normal", "multinomial", "uniform", "exponential", "poisson", "native_dropout", "rrelu")
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a check found. `reason` is empty if the contender passed."""
+    """What a check found. `reason` is empty if the contender passed, else `status` says what it is then."""
 
     reason: str
     stats: ErrorStats
+
+    @property
+    def status(self) -> str:
+        """ "ok" | "wrong" | "unsupported" (it has no backward, and gradients were asked for)."""
+        return "ok" if not self.reason else "unsupported" if NO_GRADIENTS in self.reason else "wrong"
 
 
 def randomness(graph: Subgraph) -> str | None:
@@ -176,7 +182,7 @@ class Verifier:
         with poisoned([self.graph.inputs[k] for k in wanted], self.device):
             mine = gradients(run, inputs, wanted)
         if mine is None or eager is None or truth is None:
-            return "it has no gradients" if mine is None else "eager has no gradients"
+            return NO_GRADIENTS if mine is None else "eager has no gradients"
         for k, got, e, t in zip(wanted, mine, eager, truth, strict=True):
             if got.dtype != e.dtype or got.shape != e.shape:
                 return f"the gradient of input {k} is {got.dtype}{list(got.shape)}, eager's {e.dtype}{list(e.shape)}"

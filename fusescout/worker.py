@@ -103,7 +103,7 @@ class Session:
 
     def check(self, handle: int, level: str) -> dict[str, Any]:
         outcome = self.verifier.check(self.handles[handle].built.run, level)
-        return {"reason": outcome.reason, "stats": outcome.stats.model_dump()}
+        return {"reason": outcome.reason, "status": outcome.status, "stats": outcome.stats.model_dump()}
 
     def time(self, handles: list[int], case: str, rounds: int, budget_s: float) -> dict[str, Any]:
         """Interleaved samples of the handles; the first is the baseline."""
