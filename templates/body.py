@@ -42,3 +42,18 @@ def stored(value: str, o: Operand, dialect: Dialect) -> str:
 
 def indent(lines: list, depth: int) -> str:
     return "".join(f"{'    ' * depth}{line}\n" for line in lines)
+
+
+class Cells:
+    """Buffers for values too large to be named; a template declares `lines()` above the loop that `emit` writes for."""
+
+    def __init__(self, prefix: str, shape: tuple, at: str, dialect: Dialect) -> None:
+        self.prefix, self.shape, self.at, self.dialect = prefix, shape, at, dialect
+        self.used: dict = {}
+
+    def __call__(self, value: int) -> str:
+        name = self.used.setdefault(value, f"{self.prefix}{value}")
+        return f"{name}[{self.at}]"
+
+    def lines(self) -> list:
+        return [f"{name} = {self.dialect.tile(self.shape)}" for name in self.used.values()]

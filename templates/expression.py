@@ -5,6 +5,8 @@ chain costs accuracy and buys nothing. Integers, bools and comparisons keep thei
 they take in eager: no `max` that drops NaN, no x * sigmoid(x) where it would turn an eager 0 into NaN.
 """
 
+import re
+from collections.abc import Callable
 from collections.abc import Iterable
 
 from fusescout.templates.dialect import Dialect
@@ -19,6 +21,9 @@ from fusescout.ir import TensorSpec
 FLOAT = ("float32", "float16", "bfloat16")
 INT = ("int64", "int32", "int16", "int8", "uint8")
 
+LARGEST = 2000
+"""TileLang's analysis copies a named value into every use; a value of more terms than this goes through a buffer."""
+
 
 def compute_dtype(dtype: str) -> str:
     """The dtype a value of `dtype` has inside a kernel."""
@@ -32,9 +37,10 @@ def compute_dtype(dtype: str) -> str:
 class Writer:
     """Writes the lines of one kernel body: one assignment per operator, plus the helpers it needs."""
 
-    def __init__(self, graph: Subgraph, values: dict, dialect) -> None:
-        self.graph, self.values, self.dialect = graph, dict(values), dialect
+    def __init__(self, graph: Subgraph, values: dict, dialect, cells: Callable | None = None) -> None:
+        self.graph, self.values, self.dialect, self.cells = graph, dict(values), dialect, cells
         self.lines: list = []
+        self.sizes: dict = {}
         self.op: Op = None
         self.index = 0
 
@@ -42,8 +48,19 @@ class Writer:
         """Append the lines of the op that makes value `index`."""
         self.op, self.index, self.helpers = self.graph.op_of(index), index, 0
         text = OPERATORS[self.op.name](self)
-        self.lines.append(f"v{index} = let({text})")
+        self.assign(f"v{index}", text)
         self.values[index] = f"v{index}"
+        if self.sizes[f"v{index}"] <= LARGEST or self.out != "float32":
+            return
+        if self.cells is None:
+            raise Unsupported("its values are used in one another so often that TileLang would not come to an end")
+        self.values[index] = self.cells(index)
+        self.lines.append(f"{self.values[index]} = v{index}")
+
+    def assign(self, name: str, text: str) -> None:
+        """Append `name = text` and count the terms it stands for."""
+        self.lines.append(f"{name} = let({text})")
+        self.sizes[name] = 1 + sum(self.sizes.get(used, 0) for used in re.findall(r"\bv\d+(?:_\d+)?\b", text))
 
     # -- arguments
     def arg(self, position: int, name: str = "", default=None):
@@ -115,7 +132,7 @@ class Writer:
         """Name a helper value that is used more than once."""
         self.helpers += 1
         name = f"v{self.index}_{self.helpers}"
-        self.lines.append(f"{name} = let({text})")
+        self.assign(name, text)
         return name
 
     def f(self, value: float) -> str:
@@ -138,15 +155,17 @@ def unsupported(op: Op, graph: Subgraph) -> str | None:
     return None
 
 
-def emit(graph: Subgraph, values: dict, dialect, only: Iterable[int]) -> tuple:
+def emit(graph: Subgraph, values: dict, dialect, only: Iterable[int], cells: Callable | None = None) -> tuple:
     """Lines that compute the ops with value indices `only`, in order, and the texts of all values then known.
 
     Args:
         values: text of each value already there, by index: float32 for all float dtypes, else the value's own dtype.
             A text is used as an operand, perhaps several times: a name or a call, not a sum.
         only: value indices of pointwise ops; what they read is in `values` or comes before.
+        cells: makes a float32 buffer element for a value that grows too large, and gives its text. Without it such
+            chains raise `Unsupported`.
     """
-    writer = Writer(graph, values, dialect)
+    writer = Writer(graph, values, dialect, cells)
     for index in only:
         writer.write(index)
     return writer.lines, writer.values

@@ -8,6 +8,7 @@ over threads and the innermost loop is left to the C++ compiler's vectoriser.
 
 import math
 
+from fusescout.templates.body import Cells
 from fusescout.templates.body import buffer_dtype
 from fusescout.templates.body import flat
 from fusescout.templates.body import indent
@@ -82,12 +83,12 @@ def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
     return Kernel(build(text, name), tuple(o.param for o in space.operands), text, dialect.pass_configs)
 
 
-def _chain(graph: Subgraph, space: Space, elements: dict, dialect: Dialect) -> list:
+def _chain(graph: Subgraph, space: Space, elements: dict, dialect: Dialect, cells: Cells) -> list:
     """Lines of the whole chain for one position; `elements` has each operand's buffer element."""
     lines = [f"x{o.index} = {loaded(elements[o.name], o, dialect)}" for o in space.inputs]
     values = {o.index: f"x{o.index}" for o in space.inputs}
     first = len(graph.inputs)
-    more, values = emit(graph, values, dialect, range(first, first + len(graph.ops)))
+    more, values = emit(graph, values, dialect, range(first, first + len(graph.ops)), cells)
     results = zip(space.outputs, graph.outputs, strict=True)
     return [*lines, *more, *(f"{elements[o.name]} = {stored(values[v], o, dialect)}" for o, v in results)]
 
@@ -107,13 +108,16 @@ def _cpu(graph: Subgraph, space: Space, config: Config, dialect: Dialect) -> str
     def extent(total: int, block: int, at: str) -> str:
         return str(block) if total % block == 0 else f"T.min({block}, {total} - {at} * {block})"
 
+    cells = Cells("k", (1,), "0", dialect)
+    chain = _chain(graph, space, elements, dialect, cells)
     lines = [
         f"with {dialect.kernel(*grid)} as (bx, by):",
+        *("    " + line for line in cells.lines()),
         f"    for i in T.serial({extent(rows, row_block, 'bx')}):",
         f"        for j in T.serial({extent(columns, column_block, 'by')}):",
         f"            r = bx * {row_block} + i",
     ]
-    return indent(lines, 1) + indent(_chain(graph, space, elements, dialect), 4)
+    return indent(lines, 1) + indent(chain, 4)
 
 
 def _cuda(graph: Subgraph, space: Space, config: Config, dialect: Dialect) -> str:
@@ -131,13 +135,21 @@ def _cuda(graph: Subgraph, space: Space, config: Config, dialect: Dialect) -> st
         if o.role == "input":
             main += [loop, f"    {o.name}_r[j] = {at(o, f'bx * {block} + j')}"]
     elements = {o.name: f"{o.name}_r[j]" if o in staged else at(o, f"bx * {block} + j") for o in space.operands}
-    main += [loop, *("    " + line for line in _chain(graph, space, elements, dialect))]
+    cells = Cells("k", (block,), "j", dialect)
+    chain = _chain(graph, space, elements, dialect, cells)
+    main += [*cells.lines(), loop, *("    " + line for line in chain)]
     for o in staged:
         if o.role == "output":
             main += [loop, f"    {at(o, f'bx * {block} + j')} = {o.name}_r[j]"]
-    rest = [f"for j in {dialect.parallel(tail)}:"]
-    elements = {o.name: at(o, f"{full * block} + j") for o in space.operands}
-    rest += ["    " + line for line in _chain(graph, space, elements, dialect)]
+
+    def remainder(extent: int, position: str) -> list:
+        cells = Cells("rest", (extent,), "j", dialect)
+        chain = _chain(graph, space, {o.name: at(o, position) for o in space.operands}, dialect, cells)
+        if cells.used and extent != block:  # buffers need a full block: its last threads repeat the last element
+            return remainder(block, f"T.min({full * block} + j, {space.numel - 1})")
+        return [*cells.lines(), f"for j in {dialect.parallel(extent)}:", *("    " + line for line in chain)]
+
+    rest = remainder(tail, f"{full * block} + j") if tail else []
     launch = f"with {dialect.kernel(full + (tail > 0), threads=config['threads'])} as bx:"
     text = indent([launch], 1) + indent(flat(space.operands, dialect), 2)
     if not tail:

@@ -1,5 +1,6 @@
 """The row template on the CPU."""
 
+from fusescout.templates.body import Cells
 from fusescout.templates.body import indent
 from fusescout.templates.body import loaded
 from fusescout.templates.body import stored
@@ -29,8 +30,11 @@ class CpuRows(Passes):
             ]
         for v in self.crossing:
             lines.append(f"    b{v} = {self.dialect.tile((columns,), compute_dtype(self.graph.tensor(v).dtype))}")
+        self.cells = Cells("k", (1,), "0", self.dialect)
+        row = self._row()
+        lines += ["    " + line for line in self.cells.lines()]
         lines += [f"    for i in T.serial({extent}):", f"        r = bx * {block} + i"]
-        return indent(lines, 1) + indent(self._row(), 3)
+        return indent(lines, 1) + indent(row, 3)
 
     def _row(self) -> list:
         """Lines of one row."""

@@ -1,5 +1,6 @@
 """The row template on CUDA."""
 
+from fusescout.templates.body import Cells
 from fusescout.templates.body import buffer_dtype
 from fusescout.templates.body import flat
 from fusescout.templates.body import indent
@@ -33,7 +34,8 @@ class CudaRows(Passes):
         self.launch = f"with {self.dialect.kernel(blocks, threads=self.config['threads'])} as bx:"
 
     def body(self) -> str:
-        lines = [*flat(self.space.operands, self.dialect), *self._tiles()]
+        self.cells = Cells("k", (self.count, self.width), "i, j", self.dialect)
+        lines: list = []
         if self.whole:
             for o in self.full_inputs():
                 lines += self._load(o, "j", self.width != self.columns)
@@ -44,7 +46,8 @@ class CudaRows(Passes):
             for r in self.reductions(level):
                 lines.append(f"T.reduce_{r.kind}(t{r.value}, s{r.value}, dim=1)")
             known |= {v: self._get(v, f"c{v}[i, j]") for v in self.crossing if self.rows.levels[v] == level}
-        return indent([self.launch], 1) + indent(lines, 2)
+        start = [*flat(self.space.operands, self.dialect), *self._tiles(), *self.cells.lines()]
+        return indent([self.launch], 1) + indent([*start, *lines], 2)
 
     # -- tiles
     def _tiles(self) -> list:

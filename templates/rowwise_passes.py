@@ -63,5 +63,5 @@ class Passes:
         read = [o for o in self.full_inputs() if o.index in need]
         lines = [f"x{o.index} = {loaded(element(o), o, self.dialect)}" for o in read]
         values = known | {o.index: f"x{o.index}" for o in read}
-        more, values = emit(self.graph, values, self.dialect, sorted(v for v in need if v >= self.first))
+        more, values = emit(self.graph, values, self.dialect, sorted(v for v in need if v >= self.first), self.cells)
         return lines + more, values, read

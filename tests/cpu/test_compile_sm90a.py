@@ -1,0 +1,63 @@
+"""Every template lowers and assembles for Hopper without a GPU, and spills no registers."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from template_cases import Case
+from template_cases import POINTWISE
+from template_cases import ROWWISE
+from template_cases import randn
+
+from fusescout.contenders.compile_cuda import cubin_report
+from fusescout.contenders.compile_cuda import nvcc_path
+from fusescout.device import Device
+from fusescout.registry import load
+
+pytestmark = pytest.mark.skipif(nvcc_path() is None, reason="nvcc is not installed")
+
+HOPPER = Device("cuda", "NVIDIA H200", "sm_90a", 132)
+TEMPLATES = load().templates
+CHOSEN = ("bias_gelu", "mask", "transposed", "layer_norm", "masked_softmax", "extremes")
+
+
+def report(case, dtype, which=0):
+    graph, _ = case.traced(dtype=dtype)
+    template = next(t for t in TEMPLATES.values() if t.FAMILY == case.family and t.supports(graph, HOPPER) is None)
+    return cubin_report(template.kernel(graph, template.configs(graph, HOPPER)[which], HOPPER))
+
+
+@pytest.mark.parametrize("case", [c for c in POINTWISE + ROWWISE if c.name in CHOSEN], ids=lambda c: c.name)
+def test_assembles_without_spills(case):
+    found = report(case, torch.bfloat16)
+    assert found.spilled_bytes == 0
+    assert 0 < found.registers <= 255
+
+
+def test_contiguous_operands_are_read_and_written_16_bytes_at_a_time():
+    case = Case("bias_gelu", "pointwise", lambda x, b: torch.relu(x + b), lambda: (randn(64, 768), randn(768)))
+    source = report(case, torch.bfloat16).source
+    assert source.count("*(uint4*)") >= 3 + 2  # two loads and a store, each with its register side
+    assert "if (" not in source[source.rindex('extern "C"') :]
+
+
+def test_rows_too_wide_for_registers_are_walked_in_chunks():
+    wide = Case("vocabulary", "rowwise", lambda x: x.float().log_softmax(-1), lambda: (randn(4, 50257),))
+    found = report(wide, torch.bfloat16)
+    assert "for (int k = 0;" in found.source
+    assert found.spilled_bytes == 0
+
+
+def test_chains_that_use_values_often_go_through_registers():
+    def chain(x):
+        for _ in range(16):
+            x = x * x + x
+        return x
+
+    found = report(Case("chain", "pointwise", chain, lambda: (randn(5001),)), torch.float32)
+    assert found.spilled_bytes == 0
+    assert len(found.source) < 60_000

@@ -1,0 +1,86 @@
+"""Conformance of every template on a GPU: the CPU target's cases, in each dtype, with the first configurations."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from template_cases import OPERATORS
+from template_cases import POINTWISE
+from template_cases import ROWWISE
+from template_cases import trace
+
+from fusescout.contenders.tilelang import TileLang
+from fusescout.device import Device
+from fusescout.verify import Verifier
+
+MAJOR, MINOR = torch.cuda.get_device_capability()
+DEVICE = Device(
+    "cuda",
+    torch.cuda.get_device_name(),
+    f"sm_{MAJOR}{MINOR}" + ("a" if MAJOR >= 9 else ""),
+    torch.cuda.get_device_properties(0).multi_processor_count,
+)
+
+
+@pytest.fixture(scope="module")
+def contender(tmp_path_factory):
+    return TileLang(cache_dir=tmp_path_factory.mktemp("kernels"))
+
+
+def conform(contender, case, dtype, configs=1):
+    graph, inputs = case.traced("cuda", dtype)
+    variants = contender.variants(graph, DEVICE, "max")
+    assert not isinstance(variants, str), variants
+    chosen = [v for v in variants if contender.registry.templates[v["template"]].FAMILY == case.family][:configs]
+    assert chosen
+    verifier = Verifier(graph, inputs, "cuda")
+    for variant in chosen:
+        outcome = verifier.check(contender.build(graph, variant, DEVICE).run, "full")
+        assert not outcome.reason, f"{variant}: {outcome.reason}"
+
+
+@pytest.mark.parametrize("case", OPERATORS, ids=lambda c: c.name)
+def test_operators(case, contender):
+    conform(contender, case, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", POINTWISE + ROWWISE, ids=lambda c: c.name)
+def test_shapes(case, dtype, contender):
+    conform(contender, case, dtype)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in POINTWISE + ROWWISE if c.name in ("bias_gelu", "layer_norm")], ids=lambda c: c.name
+)
+def test_every_configuration(case, contender):
+    conform(contender, case, torch.bfloat16, configs=16)
+
+
+def test_a_misaligned_view_is_accepted_at_run_time(contender):
+    """Captured aligned, called with a view that isn't: the vector loads must not fault."""
+    graph, (x,) = trace(lambda x: torch.relu(x) * 2, (torch.randn(4096, device="cuda"),))
+    run = contender.build(graph, contender.variants(graph, DEVICE, "quick")[0], DEVICE).run
+    shifted = torch.randn(4097, device="cuda")[1:]
+    assert torch.equal(run([shifted])[0], torch.relu(shifted) * 2)
+    assert torch.equal(run([x])[0], torch.relu(x) * 2)
+
+
+def test_replays_in_a_cuda_graph(contender):
+    graph, (x,) = trace(lambda x: torch.sigmoid(x) + x, (torch.randn(100, 1000, device="cuda"),))
+    run = contender.build(graph, contender.variants(graph, DEVICE, "quick")[0], DEVICE).run
+    run([x])
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        (out,) = run([x])
+    x.copy_(torch.randn_like(x))
+    captured.replay()
+    torch.testing.assert_close(out, torch.sigmoid(x) + x)
