@@ -19,8 +19,6 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -29,8 +27,9 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("TILELANG_PRINT_ON_COMPILATION", "0")
 
 import torch
+from gemm_cases import CASES
+from gemm_cases import CPU_CASES
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn import functional as F
 
 import fusescout
 from fusescout.capture.encode import encode_graph
@@ -51,68 +50,7 @@ ROUNDS = 60
 LOAD_S, RUN_S, RIVALS_S = 90, 12, 120
 
 
-def gelu(x):
-    return F.gelu(x, approximate="tanh")
-
-
-@lru_cache(maxsize=1)
-def both(g, u):
-    """The two weights as one, joined once: the bare GEMM's time doesn't include that."""
-    return torch.cat((g, u))
-
-
-def fused(gelu, x, w, b):
-    return torch.ops.aten._addmm_activation(b, x, w.t(), use_gelu=gelu)
-
-
-def case(m, n, k, chain, extra=(), rival=None, template=gemm_epilogue, bare=F.linear):
-    shapes = [(m, k), (n, k), *extra]
-    return {"shapes": shapes, "chain": chain, "rival": rival, "template": template, "bare": bare, "mnk": (m, n, k)}
-
-
-def tanh_gelu_chain(x, w, b):
-    return gelu(F.linear(x, w, b))
-
-
-def relu_chain(x, w, b):
-    return F.relu(F.linear(x, w, b))
-
-
-def silu_chain(x, w):
-    return F.silu(F.linear(x, w))
-
-
-def residual_chain(x, w, b, r):
-    return F.linear(x, w, b) + r
-
-
-def erf_gelu_chain(x, w, b):
-    return F.gelu(F.linear(x, w, b))
-
-
-def gated_chain(x, g, u):
-    return F.silu(F.linear(x, g)) * F.linear(x, u)
-
-
-CASES = {
-    "8192x3072x768 bias gelu_tanh": case(8192, 3072, 768, tanh_gelu_chain, [(3072,)], partial(fused, True)),
-    "4096x4096x4096 bias relu": case(4096, 4096, 4096, relu_chain, [(4096,)], partial(fused, False)),
-    "8192x768x3072 bias residual": case(8192, 768, 3072, residual_chain, [(768,), (8192, 768)]),
-    "3152x3072x768 bias gelu_tanh": case(3152, 3072, 768, tanh_gelu_chain, [(3072,)], partial(fused, True)),
-    "512x4096x4096 silu": case(512, 4096, 4096, silu_chain),
-    "16x4096x4096 silu": case(16, 4096, 4096, silu_chain),
-    "16384x3072x768 bias gelu_erf": case(16384, 3072, 768, erf_gelu_chain, [(3072,)]),
-    "8192x50257x768 no epilogue, odd N": {**case(8192, 50257, 768, lambda x, w: F.linear(x, w)), "limit": 6},
-    "8192x3072x1024 gated silu": case(
-        8192, 3072, 1024, gated_chain, [(3072, 1024)], template=gated_mlp, bare=lambda x, g, u: F.linear(x, both(g, u))
-    ),
-}
-CPU_CASES = {
-    "64x96x32 bias gelu_tanh": case(64, 96, 32, tanh_gelu_chain, [(96,)]),
-    "33x40x24 gated silu": case(
-        33, 40, 24, gated_chain, [(40, 24)], template=gated_mlp, bare=lambda x, g, u: F.linear(x, g)
-    ),
-}
+TEMPLATES = {"gemm_epilogue": gemm_epilogue, "gated_mlp": gated_mlp}
 
 
 def device(kind):
@@ -143,7 +81,7 @@ def label(config):
 
 def compiled(c, graph, config, args):
     """The callable and its parameters; from the cache folder if it was compiled before."""
-    kernel = c["template"].kernel(graph, config, device(args.device))
+    kernel = TEMPLATES[c["template"]].kernel(graph, config, device(args.device))
     if args.device == "cpu":
         from fusescout.contenders.compile_cpu import compile_cpu
 
@@ -158,13 +96,13 @@ def compile_all(table, args):
     jobs = []
     for name, c in table.items():
         graph, _ = subgraph(c)
-        why = c["template"].supports(graph, device(args.device))
+        why = TEMPLATES[c["template"]].supports(graph, device(args.device))
         if why:
             print(f"{name}: not supported: {why}")
             continue
         jobs += [
             (name, c, graph, config)
-            for config in c["template"].configs(graph, device(args.device))[
+            for config in TEMPLATES[c["template"]].configs(graph, device(args.device))[
                 : min(args.limit, c.get("limit", args.limit))
             ]
         ]
@@ -405,7 +343,7 @@ def show(name, c, found, good):
     m, n, k = c["mnk"]
     rivals = found.get("rivals", {}).items()
     print(f"== {name} | ms: " + " ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in rivals))
-    gemms = 2 if c["template"] is gated_mlp else 1
+    gemms = 2 if c["template"] == "gated_mlp" else 1
     for r in good[:4]:
         place, rate = found["configs"].index(r), 2e-9 * m * n * k * gemms / r["ms"]
         times = f"{r['ms']:.4f} (bare {r['bare_ms']:.4f}) {rate:5.0f} TF/s"
