@@ -50,6 +50,10 @@ def gated_chain(x, g, u):
     return F.silu(F.linear(x, g)) * F.linear(x, u)
 
 
+def joined_chain(x, g, u):
+    return F.linear(x, both(g, u))
+
+
 CASES = {
     "8192x3072x768 bias gelu_tanh": case(8192, 3072, 768, tanh_gelu_chain, [(3072,)], partial(fused, True)),
     "4096x4096x4096 bias relu": case(4096, 4096, 4096, relu_chain, [(4096,)], partial(fused, False)),
