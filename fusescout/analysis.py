@@ -46,6 +46,7 @@ from fusescout.session import Environment
 from fusescout.session import Session
 from fusescout.tune import RaceResult
 from fusescout.tune import race
+from fusescout.workerpool import Spare
 from fusescout.workload import Workload
 
 
@@ -146,7 +147,7 @@ def _race_all(
     ranking: Ranking, captured: Capture, device: Device, config: Config, on_event: OnEvent, folder: Path | None
 ) -> dict[str, RaceResult]:
     races: dict[str, RaceResult] = {}
-    with tempfile.TemporaryDirectory(prefix="fusescout-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="fusescout-") as scratch, Spare() as spare:
         for number, candidate in enumerate(ranking.candidates):
             on_event("race", number, len(ranking.candidates), " ".join(candidate.subgraph.chain))
             site = candidate.sites[0]
@@ -160,6 +161,7 @@ def _race_all(
                 inputs,
                 device,
                 config,
+                spare=spare,
                 on_event=lambda _s, _d, _t, text, n=number: on_event("race", n, len(ranking.candidates), text),  # type: ignore[misc]
             )
             races[candidate.id] = _keep(raced, folder / "kernels" / candidate.id) if folder else raced

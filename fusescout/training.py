@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
-from fusescout.errors import NothingSeen
 from fusescout.errors import NotAnalysed
+from fusescout.errors import NothingSeen
 
 if TYPE_CHECKING:
     import torch
