@@ -387,7 +387,7 @@ UNARY = (
     "acos", "atan", "erf", "sqrt", "rsqrt", "sigmoid",
 )  # fmt: skip
 COMPARE = {"eq": "T.EQ", "ne": "T.NE", "lt": "T.LT", "le": "T.LE", "gt": "T.GT", "ge": "T.GE"}
-SAME = ("expand", "_to_copy", "to", "type_as", "clone", "contiguous", "alias", "detach")
+SAME = ("expand", "expand_as", "_to_copy", "to", "type_as", "clone", "contiguous", "alias", "detach")
 OPERATORS |= {name: _unary(name) for name in UNARY}
 OPERATORS |= {name: _rounding(name) for name in ("floor", "ceil", "trunc")}
 OPERATORS |= {name: _compare(node) for name, node in COMPARE.items()}

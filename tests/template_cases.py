@@ -64,42 +64,97 @@ UNARY = _over(
     " round trunc tan sinh cosh asin acos atan isnan isinf isfinite logical_not"
 )
 ACTIVATIONS = {
-    "relu": F.relu, "relu6": F.relu6, "leaky": lambda x: F.leaky_relu(x, 0.1), "elu": F.elu, "selu": F.selu,
-    "celu": lambda x: F.celu(x, 1.3), "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu, "mish": F.mish, "softplus": F.softplus, "softplus2": lambda x: F.softplus(x, 2.0, 5.0),
-    "hardtanh": F.hardtanh, "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid, "logsigmoid": F.logsigmoid,
-    "clamp": lambda x: x.clamp(-0.3, 0.4), "clamp_min": lambda x: x.clamp_min(0.1), "clamp_max": lambda x: x.clamp(max=0.2),
-    "threshold": lambda x: F.threshold(x, 0.1, -7.0), "softsign": F.softsign, "tanhshrink": F.tanhshrink,
-    "dropout_eval": lambda x: F.dropout(x, 0.5, False) + 1, "new_gelu": lambda x: 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x.pow(3)))),
-}  # fmt: skip
-NUMBERS = {f"pow_{p}": (lambda p: lambda x: x.pow(p))(p) for p in (2, 3, 4, 0.5, -0.5, -1, -2, 1.7, 0, 1, 5)} | {
-    "rpow": lambda x: torch.pow(2.5, x), "add": lambda x: x + 0.1, "alpha": lambda x: torch.add(x, x, alpha=0.3),
-    "rsub": lambda x: 1 - x, "div": lambda x: x / 3, "div_8": lambda x: x / 8, "rdiv": lambda x: 2 / x,
-    "mul": lambda x: x * 0.1767766952966369, "mul_0": lambda x: x * 0.0, "remainder": lambda x: x % 0.7,
-    "remainder_negative": lambda x: torch.remainder(x, -0.7), "fmod": lambda x: torch.fmod(x, 0.7),
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "leaky": lambda x: F.leaky_relu(x, 0.1),
+    "elu": F.elu,
+    "selu": F.selu,
+    "celu": lambda x: F.celu(x, 1.3),
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "softplus2": lambda x: F.softplus(x, 2.0, 5.0),
+    "hardtanh": F.hardtanh,
+    "hardswish": F.hardswish,
+    "hardsigmoid": F.hardsigmoid,
+    "logsigmoid": F.logsigmoid,
+    "clamp": lambda x: x.clamp(-0.3, 0.4),
+    "clamp_min": lambda x: x.clamp_min(0.1),
+    "clamp_max": lambda x: x.clamp(max=0.2),
+    "threshold": lambda x: F.threshold(x, 0.1, -7.0),
+    "softsign": F.softsign,
+    "tanhshrink": F.tanhshrink,
+    "dropout_eval": lambda x: F.dropout(x, 0.5, False) + 1,
+    "new_gelu": lambda x: 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x.pow(3)))),
+}
+
+
+def _power(exponent: float) -> Callable:
+    return lambda x: x.pow(exponent)
+
+
+NUMBERS = {f"pow_{p}": _power(p) for p in (2, 3, 4, 0.5, -0.5, -1, -2, 1.7, 0, 1, 5)} | {
+    "rpow": lambda x: torch.pow(2.5, x),
+    "add": lambda x: x + 0.1,
+    "alpha": lambda x: torch.add(x, x, alpha=0.3),
+    "rsub": lambda x: 1 - x,
+    "div": lambda x: x / 3,
+    "div_8": lambda x: x / 8,
+    "rdiv": lambda x: 2 / x,
+    "mul": lambda x: x * 0.1767766952966369,
+    "mul_0": lambda x: x * 0.0,
+    "remainder": lambda x: x % 0.7,
+    "remainder_negative": lambda x: torch.remainder(x, -0.7),
+    "fmod": lambda x: torch.fmod(x, 0.7),
     "floor_div": lambda x: torch.div(x, 0.7, rounding_mode="floor"),
-    "trunc_div": lambda x: torch.div(x, 0.7, rounding_mode="trunc"), "nan_to_num": lambda x: torch.nan_to_num(x, 0.5),
-    "through_bf16": lambda x: x.to(torch.bfloat16).float() * 1.5, "bool": lambda x: x.bool(),
-}  # fmt: skip
+    "trunc_div": lambda x: torch.div(x, 0.7, rounding_mode="trunc"),
+    "nan_to_num": lambda x: torch.nan_to_num(x, 0.5),
+    "through_bf16": lambda x: x.to(torch.bfloat16).float() * 1.5,
+    "bool": lambda x: x.bool(),
+}
 BINARY = _over("add sub mul div maximum minimum eq ne lt le gt ge remainder fmod atan2 logical_and logical_xor") | {
-    "pow": lambda x, y: torch.pow(x.abs(), y), "floor_div": lambda x, y: torch.div(x, y, rounding_mode="floor"),
-    "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.5), "addcdiv": lambda x, y: torch.addcdiv(x, x, y, value=0.5),
-    "lerp": lambda x, y: torch.lerp(x, y, 0.3), "lerp_tensor": lambda x, y: torch.lerp(x, y, y),
+    "pow": lambda x, y: torch.pow(x.abs(), y),
+    "floor_div": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.5),
+    "addcdiv": lambda x, y: torch.addcdiv(x, x, y, value=0.5),
+    "lerp": lambda x, y: torch.lerp(x, y, 0.3),
+    "lerp_tensor": lambda x, y: torch.lerp(x, y, y),
     "geglu": lambda x, y: F.gelu(x) * y,
-}  # fmt: skip
+}
 MASKED = {
-    "where": lambda x, y, m: torch.where(m, x, y), "masked_fill": lambda x, y, m: x.masked_fill(m, -1e9),
-    "and": lambda x, y, m: m & (x > 0), "not": lambda x, y, m: ~m, "where_scalar": lambda x, y, m: torch.where(m, x, 0.0),
-    "times_mask": lambda x, y, m: m * x, "xor": lambda x, y, m: (x > 0) ^ m, "float": lambda x, y, m: m.float() * 3,
-}  # fmt: skip
+    "where": lambda x, y, m: torch.where(m, x, y),
+    "masked_fill": lambda x, y, m: x.masked_fill(m, -1e9),
+    "and": lambda x, y, m: m & (x > 0),
+    "not": lambda x, y, m: ~m,
+    "where_scalar": lambda x, y, m: torch.where(m, x, 0.0),
+    "times_mask": lambda x, y, m: m * x,
+    "xor": lambda x, y, m: (x > 0) ^ m,
+    "float": lambda x, y, m: m.float() * 3,
+}
 INTEGERS = {
-    "add": lambda i, k: i + k, "mul": lambda i, k: i * 3, "floordiv": lambda i, k: i // 7, "floordiv_n": lambda i, k: i // -7,
-    "mod": lambda i, k: i % 7, "fmod": lambda i, k: torch.fmod(i, 7), "trunc": lambda i, k: torch.div(i, 7, rounding_mode="trunc"),
-    "true_div": lambda i, k: i / 7, "less": lambda i, k: i < k, "half": lambda i, k: k * 0.5, "abs": lambda i, k: i.abs(),
-    "clamp": lambda i, k: i.clamp(-3, 9), "max": lambda i, k: torch.maximum(i, k), "square": lambda i, k: k**2,
-    "and": lambda i, k: i & 7, "not": lambda i, k: ~k, "bool": lambda i, k: i.bool(), "sign": lambda i, k: i.sign(),
-    "uint8": lambda i, k: (i + 50).to(torch.uint8), "where": lambda i, k: torch.where(i > 3, i, k),
-}  # fmt: skip
+    "add": lambda i, k: i + k,
+    "mul": lambda i, k: i * 3,
+    "floordiv": lambda i, k: i // 7,
+    "floordiv_n": lambda i, k: i // -7,
+    "mod": lambda i, k: i % 7,
+    "fmod": lambda i, k: torch.fmod(i, 7),
+    "trunc": lambda i, k: torch.div(i, 7, rounding_mode="trunc"),
+    "true_div": lambda i, k: i / 7,
+    "less": lambda i, k: i < k,
+    "half": lambda i, k: k * 0.5,
+    "abs": lambda i, k: i.abs(),
+    "clamp": lambda i, k: i.clamp(-3, 9),
+    "max": lambda i, k: torch.maximum(i, k),
+    "square": lambda i, k: k**2,
+    "and": lambda i, k: i & 7,
+    "not": lambda i, k: ~k,
+    "bool": lambda i, k: i.bool(),
+    "sign": lambda i, k: i.sign(),
+    "uint8": lambda i, k: (i + 50).to(torch.uint8),
+    "where": lambda i, k: torch.where(i > 3, i, k),
+}
 
 
 def _all(functions: dict) -> Callable:
@@ -142,16 +197,31 @@ POINTWISE = [
     Case("batch_1", "pointwise", _bias_gelu, lambda: (randn(1, 13), randn(13))),
     Case("one_element", "pointwise", lambda x: torch.sigmoid(x) * 2, lambda: (randn(1),)),
     Case("scalar", "pointwise", lambda x, s: x * s + 1, lambda: (randn(129, 7), torch.tensor(3.0))),
-    Case("mask", "pointwise", lambda s, m: (s * 0.125).masked_fill(m, float("-inf")), lambda: (randn(2, 3, 37, 37), mask(2, 1, 1, 37))),
+    Case(
+        "mask",
+        "pointwise",
+        lambda s, m: (s * 0.125).masked_fill(m, float("-inf")),
+        lambda: (randn(2, 3, 37, 37), mask(2, 1, 1, 37)),
+    ),
     Case("outer", "pointwise", lambda x, y: torch.exp(-(x - y).abs()), lambda: (randn(129, 1), randn(1, 1000))),
     Case("channels_last", "pointwise", _batch_norm, _channels),
     Case("batch_norm", "pointwise", _batch_norm, lambda: (_channels()[0].contiguous(), *_channels()[1:])),
     Case("transposed", "pointwise", lambda x, y: x * y + 1, lambda: (randn(130, 65).t(), randn(65, 130))),
     Case("sliced", "pointwise", lambda x: F.silu(x) + 0.5, lambda: (randn(33, 100)[:, 3:96],)),
     Case("expanded", "pointwise", lambda x, y: x - y * 2, lambda: (randn(5, 1).expand(5, 64), randn(5, 64))),
-    Case("several_outputs", "pointwise", lambda x, y: (x + y, torch.relu(x + y), x > y), lambda: (randn(1000), randn(1000, seed=1))),
-    Case("diamonds", "pointwise", lambda x: (y := x * x + x) * y + y * (z := y * y - x) + z * z, lambda: (randn(4097) * 0.3,)),
-]  # fmt: skip
+    Case(
+        "several_outputs",
+        "pointwise",
+        lambda x, y: (x + y, torch.relu(x + y), x > y),
+        lambda: (randn(1000), randn(1000, seed=1)),
+    ),
+    Case(
+        "diamonds",
+        "pointwise",
+        lambda x: (y := x * x + x) * y + y * (z := y * y - x) + z * z,
+        lambda: (randn(4097) * 0.3,),
+    ),
+]
 
 
 def _llama_norm(x: Tensor, w: Tensor) -> Tensor:
@@ -172,23 +242,53 @@ def _norm(n: int) -> Callable:
 ROWWISE = [
     Case("softmax", "rowwise", lambda x: x.softmax(-1), lambda: (randn(37, 200),)),
     Case("softmax_3", "rowwise", lambda x: x.softmax(-1), lambda: (randn(7, 3),)),
-    Case("masked_softmax", "rowwise", lambda s, m: (s * 0.125).masked_fill(m, float("-inf")).softmax(-1),
-         lambda: (randn(2, 3, 7, 50), mask(2, 1, 7, 50))),
+    Case(
+        "masked_softmax",
+        "rowwise",
+        lambda s, m: (s * 0.125).masked_fill(m, float("-inf")).softmax(-1),
+        lambda: (randn(2, 3, 7, 50), mask(2, 1, 7, 50)),
+    ),
     Case("log_softmax", "rowwise", lambda x: F.log_softmax(x, -1), lambda: (randn(5, 3001),)),
-    Case("layer_norm", "rowwise", _norm(768), lambda: (randn(13, 768), randn(768), randn(768, seed=1))),
-    Case("layer_norm_offset", "rowwise", _norm(1000), lambda: (randn(13, 1000) * 0.01 + 100, randn(1000), randn(1000, seed=1))),
+    Case("layer_norm", "rowwise", _norm(768), lambda: (randn(67, 768), randn(768), randn(768, seed=1))),
+    Case(
+        "layer_norm_offset",
+        "rowwise",
+        _norm(1000),
+        lambda: (randn(130, 1000) * 0.01 + 100, randn(1000), randn(1000, seed=1)),
+    ),
     Case("layer_norm_plain", "rowwise", lambda x: F.layer_norm(x, (3, 43)), lambda: (randn(4, 3, 43),)),
-    Case("add_rms_norm", "rowwise", lambda x, r, w: ((h := x + r), F.rms_norm(h, (130,), w, 1e-6)),
-         lambda: (randn(1, 9, 130), randn(1, 9, 130, seed=1), randn(130))),
+    Case(
+        "add_rms_norm",
+        "rowwise",
+        lambda x, r, w: ((h := x + r), F.rms_norm(h, (130,), w, 1e-6)),
+        lambda: (randn(1, 9, 130), randn(1, 9, 130, seed=1), randn(130)),
+    ),
     Case("llama_norm", "rowwise", _llama_norm, lambda: (randn(3, 129), randn(129))),
     Case("spelled_layer_norm", "rowwise", _spelled_layer_norm, lambda: (randn(8, 256), randn(256), randn(256, seed=1))),
-    Case("norm_gelu", "rowwise", lambda x, w, b: F.gelu(F.layer_norm(x, (64,), w, b) * 2), lambda: (randn(65, 64), randn(64), randn(64, seed=1))),
-    Case("extremes", "rowwise", lambda x: (x.amax(-1, keepdim=True), x - x.amin(-1, keepdim=True), x.std(-1, keepdim=True)), lambda: (randn(9, 33),)),
+    Case(
+        "norm_gelu",
+        "rowwise",
+        lambda x, w, b: F.gelu(F.layer_norm(x, (64,), w, b) * 2),
+        lambda: (randn(1300, 64), randn(64), randn(64, seed=1)),
+    ),
+    Case(
+        "extremes",
+        "rowwise",
+        lambda x: (x.amax(-1, keepdim=True), x - x.amin(-1, keepdim=True), x.std(-1, keepdim=True)),
+        lambda: (randn(9, 33),),
+    ),
     Case("unit_vectors", "rowwise", lambda x: F.normalize(x, dim=-1), lambda: (randn(17, 96),)),
-    Case("row_scale", "rowwise", lambda x, s: (x * s).sum(-1, keepdim=True) / s, lambda: (randn(17, 48), randn(17, 1).abs() + 0.5)),
-    Case("strided_norm", "rowwise", lambda x: F.layer_norm(x, (16,)), lambda: (randn(2, 16, 5, 6).permute(0, 2, 3, 1),)),
+    Case(
+        "row_scale",
+        "rowwise",
+        lambda x, s: (x * s).sum(-1, keepdim=True) / s,
+        lambda: (randn(17, 48), randn(17, 1).abs() + 0.5),
+    ),
+    Case(
+        "strided_norm", "rowwise", lambda x: F.layer_norm(x, (16,)), lambda: (randn(2, 16, 5, 6).permute(0, 2, 3, 1),)
+    ),
     Case("wide", "rowwise", lambda x: x.softmax(-1), lambda: (randn(2, 20011),)),
-]  # fmt: skip
+]
 REFUSED = {
     "batch_0": (lambda x: x * 2, lambda: (torch.empty(0, 5),)),
     "float64": (lambda x: x * 2, lambda: (randn(5).double(),)),

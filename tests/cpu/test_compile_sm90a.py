@@ -8,9 +8,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from template_cases import Case
 from template_cases import POINTWISE
 from template_cases import ROWWISE
+from template_cases import Case
 from template_cases import randn
 
 from fusescout.contenders.compile_cuda import cubin_report
@@ -27,7 +27,7 @@ CHOSEN = ("bias_gelu", "mask", "transposed", "layer_norm", "masked_softmax", "ex
 
 def report(case, dtype, which=0):
     graph, _ = case.traced(dtype=dtype)
-    template = next(t for t in TEMPLATES.values() if t.FAMILY == case.family and t.supports(graph, HOPPER) is None)
+    template = next(t for t in TEMPLATES.values() if case.family == t.FAMILY and t.supports(graph, HOPPER) is None)
     return cubin_report(template.kernel(graph, template.configs(graph, HOPPER)[which], HOPPER))
 
 

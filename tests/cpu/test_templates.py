@@ -158,7 +158,7 @@ class TestContender:
         assert "cumsum" in reason
 
     def test_compiled_kernels_are_kept(self, tmp_path):
-        graph, inputs = trace(lambda x: x * 3, (torch.randn(50),))
+        graph, _ = trace(lambda x: x * 3, (torch.randn(50),))
         contender = TileLang(cache_dir=tmp_path)
         variant = contender.variants(graph, CPU, "quick")[0]
         contender.build(graph, variant, CPU)
@@ -175,3 +175,17 @@ class TestContender:
         contender = TileLang([tmp_path], cache_dir=tmp_path)
         assert "mine" in contender.registry.templates
         assert any("broken.py" in w and "no" in w for w in contender.registry.warnings)
+
+
+def test_the_example_in_the_readme_works(tmp_path, folder):
+    text = (Path(__file__).parents[2] / "templates" / "README.md").read_text()
+    example = next(block for block in text.split("```python\n") if block.startswith('"""')).split("```")[0]
+    (tmp_path / "flat.py").write_text(example)
+    registry = load([tmp_path])
+    assert not [w for w in registry.warnings if "flat" in w]
+    template = registry.templates["flat"]
+    graph, inputs = trace(lambda x: torch.tanh(x) * 2 + x, (torch.randn(5001),))
+    assert template.supports(graph, CPU) is None
+    kernel = template.kernel(graph, template.configs(graph, CPU)[0], CPU)
+    run = bind(graph, kernel, compile_cpu(kernel, folder, "-O1"), CPU)
+    assert not Verifier(graph, inputs, "cpu").check(run, "quick").reason

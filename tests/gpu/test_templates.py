@@ -38,7 +38,7 @@ def conform(contender, case, dtype, configs=1):
     graph, inputs = case.traced("cuda", dtype)
     variants = contender.variants(graph, DEVICE, "max")
     assert not isinstance(variants, str), variants
-    chosen = [v for v in variants if contender.registry.templates[v["template"]].FAMILY == case.family][:configs]
+    chosen = [v for v in variants if case.family == contender.registry.templates[v["template"]].FAMILY][:configs]
     assert chosen
     verifier = Verifier(graph, inputs, "cuda")
     for variant in chosen:
