@@ -304,10 +304,17 @@ def _layer_norm(e: _Expansion) -> Ref:
     x = e.op.args[0]
     e.need_float(x)
     dims = _last_dims(e, x)
-    c = _centred(e, x, dims)
-    v = e.full("div", e.reduce("sum", e.full("mul", c, c), dims), e.count(x, dims))
-    scale = e.full("rsqrt", e.full("add", v, e.arg(4, "eps", 1e-5)))
-    return _affine(e, e.full("mul", c, scale), e.arg(2, "weight"), e.arg(3, "bias"))
+    d, count, eps = e.full("sub", x, _mean_of(e, x, dims)), e.count(x, dims), e.arg(4, "eps", 1e-5)
+    v = e.full("div", e.reduce("sum", e.full("mul", d, d), dims), count)
+    if e.spec(x).dtype != "float32":
+        y = e.full("mul", d, e.full("rsqrt", e.full("add", v, eps)))
+        return _affine(e, y, e.arg(2, "weight"), e.arg(3, "bias"))
+    # the mean of d is the mean's rounding error: small, but not next to a small variance
+    error = _mean_of(e, d, dims)
+    v = e.full("clamp_min", e.full("sub", v, e.full("mul", error, error)), 0.0)
+    scale = e.full("rsqrt", e.full("add", v, eps))
+    y = e.full("sub", e.full("mul", d, scale), e.full("mul", error, scale))  # one rounding where there is a fused a*b-c
+    return _affine(e, y, e.arg(2, "weight"), e.arg(3, "bias"))
 
 
 def _rms_norm(e: _Expansion) -> Ref:

@@ -2,7 +2,7 @@
 
 One pass per level of reductions. On CUDA a block holds its rows in registers from the first load to the last store;
 rows too wide for that are read again in each pass, chunk by chunk. On the CPU each thread walks rows of its own, with
-16 partial results side by side, so that the compiler vectorises sums without being allowed to reorder them.
+32 partial results side by side, so that the compiler vectorises sums without being allowed to reorder them.
 """
 
 from fusescout.templates.body import signature

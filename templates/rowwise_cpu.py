@@ -10,7 +10,7 @@ from fusescout.templates.rowwise_passes import START
 from fusescout.templates.rowwise_passes import Passes
 from fusescout.templates.rowwise_passes import combined
 
-LANES = 16
+LANES = 32
 STEPS = 32
 """Steps of `LANES` columns that are summed up before they are added to the row's total: keeps sums accurate."""
 
@@ -25,9 +25,7 @@ class CpuRows(Passes):
         extent = str(block) if count % block == 0 else f"T.min({block}, {count} - bx * {block})"
         lines = [f"with {self.dialect.kernel(grid)} as bx:"]
         for r in self.rows.reductions.values():
-            lines += [
-                f"    {n}{r.value} = {self.dialect.tile((k,))}" for n, k in (("t", LANES), ("p", LANES), ("s", 1))
-            ]
+            lines += [f"    {n}{r.value} = {self.dialect.tile((k,))}" for n, k in (("t", LANES), ("p", LANES))]
         for v in self.crossing:
             lines.append(f"    b{v} = {self.dialect.tile((columns,), compute_dtype(self.graph.tensor(v).dtype))}")
         self.cells = Cells("k", (1,), "0", self.dialect)
@@ -53,7 +51,7 @@ class CpuRows(Passes):
             lines += self._pass(level, known)
             for r in self.reductions(level):
                 lines += self._total(r)
-                known[r.value] = f"s{r.value}[0]"
+                known[r.value] = f"t{r.value}[0]"
             known |= {v: f"b{v}[j]" for v in self.crossing if self.rows.levels[v] == level}
         return lines
 
@@ -99,9 +97,10 @@ class CpuRows(Passes):
         return text
 
     def _total(self, r) -> list:
-        """The row's result from the lanes."""
-        return [
-            f"s{r.value}[0] = t{r.value}[0]",
-            f"for l in T.serial({LANES - 1}):",
-            f"    s{r.value}[0] = {combined(r.kind, f's{r.value}[0]', f't{r.value}[l + 1]')}",
-        ]
+        """The row's result from the lanes, halving them: as accurate as it is short."""
+        lines, half = [], LANES // 2
+        while half:
+            step = combined(r.kind, f"t{r.value}[l]", f"t{r.value}[l + {half}]")
+            lines += [f"for l in T.serial({half}):", f"    t{r.value}[l] = {step}"]
+            half //= 2
+        return lines
