@@ -81,7 +81,7 @@ class InputSource:
         """Inputs of one case. `draw` above 0 gives other values of the same kind and size.
 
         "captured": as seen · "normal": standard normal · "like": normal with the captured mean and deviation ·
-        "shuffled": the captured values in another order · "small", "large": captured scaled by 1e-3 and 1e3 within the
+        "shuffled": the captured values at other places · "small", "large": captured scaled by 1e-3 and 1e3 within the
         dtype's range · "nan", "+inf", "-inf": one such value in each floating input · "special": all three ·
         "constant": every row holds one value that needs few bits, so that its sums are exact.
         """
@@ -90,31 +90,35 @@ class InputSource:
         order = sum(map(ord, case))
         made = []
         for k, spec in enumerate(self.graph.inputs):
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + order * 1009 + k * 31 + draw)
+            generator = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + order * 1009 + k * 31 + draw)
             seen = None if self.captured is None else self.captured[k]
             value = _value(case, spec, seen, generator)
             if draw and spec.dtype in FLOATS:
-                value = value * (1 + torch.rand(value.shape, generator=generator).to(value.dtype) / 64)
+                noise = torch.rand(value.shape, generator=generator, device=self.device)
+                value = value * (1 + noise.to(value.dtype) / 64)
             made.append(place(value, spec, self.device))
         return made
 
 
 def _value(case: str, spec: TensorSpec, seen: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Values on the CPU in the spec's dtype; the shape may have size 1 where the stride is 0."""
+    """Values on the generator's device in the spec's dtype; the shape may have size 1 where the stride is 0."""
     shape = [1 if s == 0 else n for n, s in zip(spec.shape, spec.stride, strict=True)]
     distinct = None if seen is None else _distinct(seen, spec)
     dtype = getattr(torch, spec.dtype)
     if spec.dtype not in FLOATS:
         return _discrete(case, shape, dtype, distinct, generator)
-    normal = torch.randn(shape, generator=generator)
+    normal = torch.randn(shape, generator=generator, device=generator.device)
     if case in ("normal", "nan", "+inf", "-inf", "special"):
         value = normal.to(dtype)
         for special in {"special": ("nan", "+inf", "-inf"), "normal": ()}.get(case, (case,)):
             if value.numel() > 0:
-                value.view(-1)[int(torch.randint(value.numel(), (1,), generator=generator))] = float(special)
+                value.view(-1)[int(torch.randint(value.numel(), (1,), generator=generator, device=generator.device))] = float(special)
         return value
     if case == "constant":
-        rows = torch.randint(-16, 17, (*shape[:-1], 1) if shape else (), generator=generator) / 8
+        rows = torch.randint(
+            -16, 17, (*shape[:-1], 1) if shape else (), generator=generator, device=generator.device
+        )
+        rows = rows / 8
         return rows.expand(shape).to(dtype)
     base = normal if distinct is None else distinct
     if case == "like":
@@ -122,8 +126,7 @@ def _value(case: str, spec: TensorSpec, seen: Tensor | None, generator: torch.Ge
         mean, deviation = (finite.mean(), finite.std(correction=0)) if finite.numel() else (0.0, 1.0)
         return (normal.double() * deviation + mean).to(dtype)
     if case == "shuffled":
-        order = torch.randperm(base.numel(), generator=generator)
-        return base.flatten()[order].reshape(shape)
+        return _moved(base, generator)
     if case in ("small", "large"):
         return _scaled(base, 1e-3 if case == "small" else 1e3, dtype)
     return base.to(dtype)
@@ -136,14 +139,22 @@ def _discrete(
     if distinct is not None and case in ("captured", "small", "large", "constant", "special"):
         return distinct
     if distinct is not None and case != "normal":
-        return distinct.flatten()[torch.randperm(distinct.numel(), generator=generator)].reshape(shape)
+        return _moved(distinct, generator)
     low, high = (0, 1) if distinct is None or distinct.numel() == 0 else (int(distinct.min()), int(distinct.max()))
-    return torch.randint(low, high + 1, shape, generator=generator).to(dtype)
+    return torch.randint(low, high + 1, shape, generator=generator, device=generator.device).to(dtype)
+
+
+def _moved(values: Tensor, generator: torch.Generator) -> Tensor:
+    """The same values, turned round by a random distance: a permutation of 25 million would take seconds."""
+    if values.numel() < 2:
+        return values
+    distance = torch.randint(1, values.numel(), (1,), generator=generator, device=generator.device)
+    return values.flatten().roll(int(distance)).reshape(values.shape)
 
 
 def _distinct(seen: Tensor, spec: TensorSpec) -> Tensor:
     """The captured values with every stride-0 dimension cut to one."""
-    value = seen.detach().cpu()
+    value = seen.detach()
     for dim, (n, s) in enumerate(zip(spec.shape, spec.stride, strict=True)):
         if s == 0 and n > 1:
             value = value.narrow(dim, 0, 1)

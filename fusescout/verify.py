@@ -37,7 +37,7 @@ from fusescout.tolerance import Errors
 SAMPLED = 4096
 """Eager's error is sampled on at least this many elements (in at most `DRAWS` more draws of the inputs)."""
 DRAWS = 8
-KEEP_BYTES = 1 << 29
+KEEP_BYTES = {"cpu": 1 << 30, "cuda": 16 << 30}
 NO_GRADIENTS = "it has no gradients"
 _M_PERTURB = -6
 _RANDOM = ("rand", "bernoulli", "normal", "multinomial", "uniform", "exponential", "poisson", "native_dropout", "rrelu")
@@ -90,6 +90,8 @@ class Verifier:
         self.inputs = InputSource(graph, captured, device, seed)
         self.eager, self._truth = build(graph), build(graph, "float64")
         self._kept: dict[str, list[Allowance]] = {}
+        self._made: dict[str, list[Tensor]] = {}
+        self._room = KEEP_BYTES[device.split(":")[0]]
 
     def truth(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(self._truth([_double(t) for t in inputs]))
@@ -105,13 +107,14 @@ class Verifier:
             except Exception as error:  # isolation boundary: whatever a contender raises is its failure
                 reason = "it ran out of memory" if out_of_memory(error) else f"it raised {_line(error)}"
             if reason:
+                self._made.pop(case, None)  # it may have written to them
                 return tally.outcome(f"On {case} inputs {reason}.")
         if missing := tally.unproven():
             return tally.outcome(f"Output {missing[0]} is proved by no case: eager gave no finite value on any.")
         return tally.outcome("")
 
     def _check_case(self, run: Runner, case: str, tally: _Tally, first: bool) -> str:
-        inputs = self.inputs.make(case)
+        inputs = self._inputs(case)
         allowances = self._allowances(case, inputs)
         before = [raw(t).clone() for t in inputs]
         with torch.no_grad():
@@ -132,6 +135,22 @@ class Verifier:
                 reason = _untouched(inputs, before)
         return next((f"output {k % len(allowances)} has {e.reason}" for k, e in enumerate(found) if e.reason), reason)
 
+    def _inputs(self, case: str) -> list[Tensor]:
+        """Inputs of a case, made once while there is room: a contender that writes to them is found out and ends it."""
+        if case in self._made:
+            return self._made[case]
+        inputs = self.inputs.make(case)
+        if self._fits(inputs):
+            self._made[case] = inputs
+        return inputs
+
+    def _fits(self, tensors: Sequence[Tensor]) -> bool:
+        size = sum(t.untyped_storage().nbytes() for t in tensors)
+        if size > self._room:
+            return False
+        self._room -= size
+        return True
+
     def _allowances(self, case: str, inputs: list[Tensor]) -> list[Allowance]:
         if case in self._kept:
             return self._kept[case]
@@ -143,8 +162,7 @@ class Verifier:
                 more = self.inputs.make(case, draw)
                 for allowance, e, t in zip(allowances, self.eager(more), self.truth(more), strict=True):
                     allowance.add(e, t)
-        held = sum(t.nbytes for kept in self._kept.values() for a in kept for t in (a.eager, a.truth))
-        if held + sum(t.nbytes for a in allowances for t in (a.eager, a.truth)) <= KEEP_BYTES:
+        if self._fits([t for a in allowances for t in (a.eager, a.truth)]):
             self._kept[case] = allowances
         return allowances
 

@@ -74,7 +74,7 @@ class Session:
         if not compile_only:
             from fusescout.verify import Verifier
 
-            captured = torch.load(inputs, map_location="cpu", weights_only=True) if inputs else None
+            captured = torch.load(inputs, map_location=self.device.kind, weights_only=True) if inputs else None
             try:
                 self.verifier = Verifier(self.graph, captured, self.device.kind, seed, gradients)
             except ValueError as error:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fusescout.capture import capture
 from fusescout.errors import PlanMismatch
