@@ -1,8 +1,8 @@
 """FuseScout finds the operator chains of a PyTorch model that are worth fusing, and proves it.
 
-    outcome = fusescout.analyze(model, (x,))
-    handle = fusescout.patch(model, outcome.plan)
-    handle.undo()
+outcome = fusescout.analyze(model, (x,))
+handle = fusescout.patch(model, outcome.plan)
+handle.undo()
 """
 
 from __future__ import annotations

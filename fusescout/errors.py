@@ -25,7 +25,9 @@ class SessionUnreadable(FuseScoutError):
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(
-            f"Can't read the session {path}:", f"{why}.", "Give the session.json (or its folder) that `fusescout analyze` wrote."
+            f"Can't read the session {path}:",
+            f"{why}.",
+            "Give the session.json (or its folder) that `fusescout analyze` wrote.",
         )
 
 
@@ -39,7 +41,9 @@ class UnknownReportFormat(FuseScoutError):
     """A report format or file extension that FuseScout can't write."""
 
     def __init__(self, given: str, valid: tuple[str, ...]) -> None:
-        super().__init__(f"Can't write a report as {given!r}:", "there is no such format.", f"Use one of: {', '.join(valid)}.")
+        super().__init__(
+            f"Can't write a report as {given!r}:", "there is no such format.", f"Use one of: {', '.join(valid)}."
+        )
 
 
 class PlanUnreadable(FuseScoutError):
@@ -47,7 +51,9 @@ class PlanUnreadable(FuseScoutError):
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(
-            f"Can't read the plan {path}:", f"{why}.", "Give the plan.json (or its folder) that `fusescout analyze` wrote."
+            f"Can't read the plan {path}:",
+            f"{why}.",
+            "Give the plan.json (or its folder) that `fusescout analyze` wrote.",
         )
 
 
@@ -91,7 +97,9 @@ class TargetNotFound(FuseScoutError):
 
     def __init__(self, spec: str, why: str, fix: str = "") -> None:
         super().__init__(
-            f"Can't find the target {spec}.", why, fix or "Give model.py, file.py:attribute or package.module:attribute."
+            f"Can't find the target {spec}.",
+            why,
+            fix or "Give model.py, file.py:attribute or package.module:attribute.",
         )
 
 

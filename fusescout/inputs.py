@@ -112,12 +112,12 @@ def _value(case: str, spec: TensorSpec, seen: Tensor | None, generator: torch.Ge
         value = normal.to(dtype)
         for special in {"special": ("nan", "+inf", "-inf"), "normal": ()}.get(case, (case,)):
             if value.numel() > 0:
-                value.view(-1)[int(torch.randint(value.numel(), (1,), generator=generator, device=generator.device))] = float(special)
+                value.view(-1)[
+                    int(torch.randint(value.numel(), (1,), generator=generator, device=generator.device))
+                ] = float(special)
         return value
     if case == "constant":
-        rows = torch.randint(
-            -16, 17, (*shape[:-1], 1) if shape else (), generator=generator, device=generator.device
-        )
+        rows = torch.randint(-16, 17, (*shape[:-1], 1) if shape else (), generator=generator, device=generator.device)
         rows = rows / 8
         return rows.expand(shape).to(dtype)
     base = normal if distinct is None else distinct

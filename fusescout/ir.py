@@ -150,7 +150,9 @@ class Graph:
         inside = set(names)
         kept = set(self.outputs)
         return tuple(
-            n.name for n in self.nodes if n.name in inside and (n.name in kept or any(u not in inside for u in self.users[n.name]))
+            n.name
+            for n in self.nodes
+            if n.name in inside and (n.name in kept or any(u not in inside for u in self.users[n.name]))
         )
 
     def subgraph(self, names: Iterable[str]) -> tuple[Subgraph, tuple[str, ...]]:

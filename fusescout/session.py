@@ -272,7 +272,9 @@ class Session(Record):
             raise SessionUnreadable(str(file), f"it is not JSON ({error})") from error
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION:
-            raise SessionUnreadable(str(file), f"its schema_version is {version!r}, this FuseScout reads {SCHEMA_VERSION}")
+            raise SessionUnreadable(
+                str(file), f"its schema_version is {version!r}, this FuseScout reads {SCHEMA_VERSION}"
+            )
         try:
             return cls.model_validate(raw)
         except ValidationError as error:
