@@ -270,7 +270,8 @@ def _settings(config: Config, races: Mapping[str, RaceResult], folder: Path | No
         "Each is held against the chain in float64: its error may be twice eager's own plus one rounding step.",
         *dict.fromkeys(f"Chains: {r.policy}." for r in races.values() if r.policy),
         "The whole model is timed unprofiled in interleaved rounds, each second one in reverse order;"
-        f" a sample lasts at least {SAMPLE_S * 1e3:.0f} ms. Intervals are 95 % bootstrap intervals of the paired rounds.",
+        f" a sample lasts at least {SAMPLE_S * 1e3:.0f} ms."
+        " Intervals are 95 % bootstrap intervals of the paired rounds.",
         f"A chain is accepted if its interval's lower end beats every cheaper contender {config.threshold:.2f} times.",
     ]
     settings = config.model_dump(mode="json", exclude={"cache_dir", "output"})

@@ -97,10 +97,8 @@ def rank(
         else:
             candidates.append(candidate)
     candidates.sort(key=lambda c: (-c.gain_us, c.key))
-    for late in candidates[top:]:
-        rejections.append(
-            _reject(late, "below-threshold", f"{top} candidates could give more; raise --top to race it too.")
-        )
+    late = f"{top} candidates could give more; raise --top to race it too."
+    rejections += [_reject(candidate, "below-threshold", late) for candidate in candidates[top:]]
     rejections += _uncovered(graphs, node_time_us, step_us)
     rejections.sort(key=lambda r: -r.time_us)
     return Ranking(tuple(candidates[:top]), tuple(rejections))
@@ -173,14 +171,14 @@ def _price(
 def _verdict(candidate: Candidate, step_us: float, refusal: Callable[[str, Subgraph], str | None]) -> tuple[str, str]:
     """A rejection code and sentence, or two empty strings."""
     if candidate.launches_removed == 0 and candidate.time_us < ONE_OP_SLACK * candidate.bound_us:
-        return "one-op", (
-            f"It is one kernel already and takes {candidate.time_us / max(candidate.bound_us, 1e-9):.2f} times its physical bound."
-        )
+        over_bound = candidate.time_us / max(candidate.bound_us, 1e-9)
+        return "one-op", f"It is one kernel already and takes {over_bound:.2f} times its physical bound."
     if candidate.gain_us < MIN_SHARE * step_us:
         share = candidate.gain_us / step_us if step_us else 0.0
         return (
             "below-threshold",
-            f"At its physical bound it would give {share:.2%} of the step; {MIN_SHARE:.1%} is needed to be worth a race.",
+            f"At its physical bound it would give {share:.2%} of the step;"
+            f" {MIN_SHARE:.1%} is needed to be worth a race.",
         )
     reason = refusal(candidate.family, candidate.subgraph)
     return ("unsupported", reason) if reason else ("", "")

@@ -78,7 +78,8 @@ def decide(
         return Decision(
             winner=name,
             accepted=True,
-            reason=f"{name} is {speedup.mid:.2f} times as fast as {best}, the best other way (at least {speedup.low:.2f}).",
+            reason=f"{name} is {speedup.mid:.2f} times as fast as {best}, the best other way"
+            f" (at least {speedup.low:.2f}).",
             speedup=speedup,
             speedup_over_eager=over_eager,
             saved_us=saved_each * len(candidate.sites),
@@ -119,7 +120,10 @@ def _keep(
     else:
         others = min((c for c in order if c != best), key=lambda c: medians[c])
         lead = ratio(samples[others], samples[best])
-        reason = f"{best} leads {others} by {lead.mid:.2f} (at least {lead.low:.2f}); {threshold:.2f} is needed to be worth owning."
+        reason = (
+            f"{best} leads {others} by {lead.mid:.2f} (at least {lead.low:.2f});"
+            f" {threshold:.2f} is needed to be worth owning."
+        )
     return Decision("eager", False, reason, None, speedup, 0.0, None)
 
 

@@ -227,12 +227,14 @@ def _conclude(
     accepted = error is not None and speedup.low > 1.0 and speedup.mid >= config.min_gain
     assert best.backend is not None and best.composition is not None
     if accepted:
-        verdict = (
-            f"Patch it: {best.backend.counters.sites} sites, the rest run by {best.composition}: {_times(speedup)} as fast as eager"
+        over_best = (
             f" and {_times(over_rival)} as fast as {rival.name}, the best other way."
             if rival.name != "eager"
-            else f"Patch it: {best.backend.counters.sites} sites, the rest run by {best.composition}: {_times(speedup)} as fast as"
-            " eager, which is the best other way."
+            else ", which is the best other way."
+        )
+        verdict = (
+            f"Patch it: {best.backend.counters.sites} sites, the rest run by {best.composition}:"
+            f" {_times(speedup)} as fast as eager{over_best}"
         )
     elif isinstance(checked, str):
         verdict = f"Keep the framework code: the patched model is wrong in the end ({checked})."

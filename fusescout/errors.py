@@ -212,8 +212,8 @@ class TraceUnreadable(FuseScoutError):
         super().__init__(
             f"Can't read the trace {path}:",
             f"{why}.",
-            "Give a .json or .json.gz that torch.profiler exported. If a file name or record_function name holds a quote, "
-            "torch.profiler writes broken JSON: rename it and profile again.",
+            "Give a .json or .json.gz that torch.profiler exported. If a file name or record_function name holds "
+            "a quote, torch.profiler writes broken JSON: rename it and profile again.",
         )
 
 
@@ -268,7 +268,8 @@ class BackendOption(FuseScoutError):
         super().__init__(
             'The "fusescout" back end can\'t start:',
             f"{why}.",
-            'Use torch.compile(model, backend="fusescout", options={"plan": "PLAN.json"}); "composition" may be given too.',
+            'Use torch.compile(model, backend="fusescout", options={"plan": "PLAN.json"}); '
+            '"composition" may be given too.',
         )
 
 

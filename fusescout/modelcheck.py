@@ -43,7 +43,7 @@ def collect(workload: Workload) -> list[Tensor]:
     Gradients, buffers and the random state are put back.
     """
     own = workload.model if isinstance(workload.model, torch.nn.Module) else None
-    parameters = [p for p in own.parameters()] if own is not None else []
+    parameters = list(own.parameters()) if own is not None else []
     with protected(getattr(own, "_orig_mod", own)):
         torch.manual_seed(SEED)
         for parameter in parameters:

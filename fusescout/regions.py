@@ -290,16 +290,14 @@ def _pointwise(flow: _Flow) -> list[set[str]]:
     for node in graph.nodes:
         if node.name in taken or not node.is_op or not is_pointwise(node):
             continue
-        shape = shape_of(node)
-        region = _grow(
-            flow,
-            {node.name},
-            lambda n, shape=shape: n.name not in taken and is_pointwise(n) and shape_of(n) == shape,  # type: ignore[misc]
-            backward=True,
-        )
+        region = _grow(flow, {node.name}, _untaken(taken, shape_of(node)), backward=True)
         taken |= region
         regions.append(region)
     return regions
+
+
+def _untaken(taken: set[str], shape: tuple[int, ...] | None) -> Callable[[Node], bool]:
+    return lambda n: n.name not in taken and is_pointwise(n) and shape_of(n) == shape
 
 
 def _attention(flow: _Flow) -> list[set[str]]:

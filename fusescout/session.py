@@ -199,7 +199,10 @@ class CandidateResult(Record):
 
 
 class Rejection(Record):
-    """A chain that is no candidate, and why. Codes: one-op, escapes, gemm-bound, below-threshold, unsupported, overlaps."""
+    """A chain that is no candidate, and why.
+
+    Codes: one-op, escapes, gemm-bound, below-threshold, unsupported, overlaps.
+    """
 
     chain: list[str]
     where: str

@@ -76,9 +76,10 @@ def _may_alias(target: OpOverload) -> bool:
     """Composite operators whose schema promises a new tensor but which may hand back their argument."""
     name = target._schema.name.split("::")[1]
     return name in {
-        "contiguous", "reshape", "reshape_as", "to", "type_as", "dropout", "feature_dropout", "alpha_dropout", "flatten",
-        "unflatten", "matmul", "expand_as", "movedim", "moveaxis", "swapaxes", "swapdims", "ravel", "narrow", "pin_memory",
-        "atleast_1d", "atleast_2d", "atleast_3d", "float", "positive", "conj", "resolve_conj", "resolve_neg", "real",
+        "contiguous", "reshape", "reshape_as", "to", "type_as", "dropout", "feature_dropout", "alpha_dropout",
+        "flatten", "unflatten", "matmul", "expand_as", "movedim", "moveaxis", "swapaxes", "swapdims", "ravel",
+        "narrow", "pin_memory", "atleast_1d", "atleast_2d", "atleast_3d", "float", "positive", "conj",
+        "resolve_conj", "resolve_neg", "real",
     }  # fmt: skip
 
 
