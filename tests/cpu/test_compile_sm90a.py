@@ -1,13 +1,7 @@
 """Every template lowers and assembles for Hopper without a GPU, and spills no registers."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from template_cases import POINTWISE
 from template_cases import ROWWISE
 from template_cases import Case

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from template_cases import OPERATORS
 from template_cases import POINTWISE
 from template_cases import REFUSED

@@ -230,11 +230,16 @@ def test_interrupted(model: Callable[[str], Path]) -> None:
     environ = {**os.environ, "FUSESCOUT_CACHE_DIR": "cache"}
     command = [sys.executable, "-m", "fusescout", "analyze", "--device", "cpu", "model.py"]
     running = subprocess.Popen(
-        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    while not (folder / "cache" / "started").exists() and running.poll() is None:
-        time.sleep(0.05)
-    running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=60)
+        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A shell starts its background jobs with the signal ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        while not (folder / "cache" / "started").exists() and running.poll() is None:
+            time.sleep(0.05)
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=45)  # less than the model sleeps
+    finally:
+        running.kill()
     assert running.returncode == 130 and out == "" and "Traceback" not in err
     assert "Interrupted; nothing was written." in err

@@ -1,15 +1,11 @@
 """Conformance of every template on a GPU: the CPU target's cases, in each dtype, with the first configurations."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from template_cases import OPERATORS
 from template_cases import POINTWISE
