@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fusescout import reference
-from fusescout.ir import FLOATS
+from fusescout.capture.autocast import state
 from fusescout.ir import Subgraph
 
 _library: Any = torch.library.Library("fusescout", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -73,15 +73,26 @@ def _register_backward(name: str, subgraph: Subgraph) -> None:
 
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
+        outputs = output if isinstance(output, tuple) else (output,)
+        constant = [o for o, spec in zip(outputs, subgraph.output_specs, strict=True) if not spec.requires_grad]
+        ctx.mark_non_differentiable(*constant)
 
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        wanted = [k for k, spec in enumerate(subgraph.inputs) if ctx.needs_input_grad[k] and spec.dtype in FLOATS]
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_(k in wanted) for k, x in enumerate(ctx.saved_tensors)]
+        wanted = [k for k in range(len(subgraph.inputs)) if ctx.needs_input_grad[k]]
+        twice = torch.is_grad_enabled()  # create_graph=True: gradients of these gradients will be asked for
+        with torch.enable_grad(), state({}):  # casts of autocast are in the sub-graph already
+            inputs = [
+                x.view_as(x) if twice and k in wanted else x.detach().requires_grad_(k in wanted)
+                for k, x in enumerate(ctx.saved_tensors)
+            ]
             outputs = recompute(inputs)
             pairs = [(o, g) for o, g in zip(outputs, upstream, strict=True) if g is not None and o.requires_grad]
             found = torch.autograd.grad(
-                [o for o, _ in pairs], [inputs[k] for k in wanted], [g for _, g in pairs], allow_unused=True
+                [o for o, _ in pairs],
+                [inputs[k] for k in wanted],
+                [g for _, g in pairs],
+                allow_unused=True,
+                create_graph=twice,
             )
         gradients: list[torch.Tensor | None] = [None] * len(inputs)
         for k, gradient in zip(wanted, found, strict=True):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fusescout.aliasing import Aliases
 from fusescout.flops import op_class
 from fusescout.ir import Graph
 from fusescout.ir import Node
@@ -25,6 +26,9 @@ NORMS = frozenset({"layer_norm", "rms_norm", "softmax", "_softmax", "log_softmax
 REDUCTIONS = frozenset({"mean", "sum", "amax", "amin", "var"})
 REGROUPS = frozenset({"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten"})
 LAYOUTS = frozenset({*REGROUPS, "transpose", "permute", "t", "expand", "contiguous", "clone", "_to_copy", "to"})
+
+DRAWS_IN_TRAINING = {"dropout": 2, "feature_dropout": 2, "alpha_dropout": 2, "feature_alpha_dropout": 2}
+"""Pointwise operators that draw random numbers where the flag at this place is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +48,11 @@ def is_pointwise(node: Node) -> bool:
     """True for element-by-element operators with one tensor result and no side effect."""
     if node.mutates or not isinstance(node.out, TensorSpec) or node.out.numel == 0:
         return False
-    if node.op == "dropout":
-        return len(node.args) > 2 and node.args[2] is False
+    if node.op in DRAWS_IN_TRAINING:
+        place = DRAWS_IN_TRAINING[node.op]
+        return len(node.args) > place and node.args[place] is False
+    if node.op.startswith("rrelu"):
+        return False  # it may draw random numbers, and the backward pass would draw others
     if node.op == "batch_norm":
         return len(node.args) > 5 and node.args[5] is False
     return op_class(node.target) == "pointwise"
@@ -125,7 +132,7 @@ def _grow(flow: _Flow, seed: set[str], allowed: Callable[[Node], bool], *, backw
 
 def find_regions(graph: Graph) -> tuple[Region, ...]:
     """All fusable regions of a captured graph, largest families first; regions may overlap."""
-    flow = _Flow(graph)
+    flow, aliases = _Flow(graph), Aliases(graph)
     found: dict[tuple[str, frozenset[str]], Region] = {}
 
     def add(family: str, names: set[str]) -> None:
@@ -133,7 +140,7 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
         if not _is_family(graph, family, names) or not flow.convex(names):
             return
         ordered = tuple(n.name for n in graph.nodes if n.name in names)
-        if not _is_cuttable(graph, ordered) or not graph.escapes(ordered):
+        if not _is_cuttable(graph, ordered) or not graph.escapes(ordered) or not aliases.separable(set(ordered)):
             return
         found.setdefault((family, frozenset(ordered)), Region(graph.index, family, ordered))
 

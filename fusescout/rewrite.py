@@ -40,6 +40,7 @@ def rewrite(
     """
     cut = [(region, *graph.subgraph(region.nodes)) for region in find_regions(graph)]
     current = {n.name: n for n in module.graph.nodes}
+    place = {n: k for k, n in enumerate(module.graph.nodes)}
     used: set[str] = set()
     done: list[Replacement] = []
     for entry in entries:
@@ -47,7 +48,8 @@ def rewrite(
         for region, subgraph, inputs in cut:
             if region.family != entry.family or subgraph.key != key or used & set(region.nodes):
                 continue
-            members = [current[n] for n in region.nodes]
+            # An earlier replacement may have moved some of them behind others.
+            members = sorted((current[n] for n in region.nodes), key=place.__getitem__)
             late = _late(members)
             if late is None:
                 continue  # an earlier replacement closed a loop through this region
@@ -55,6 +57,7 @@ def rewrite(
             current |= _replace(
                 module.graph, members, late, [current[i] for i in inputs], outputs, operator(entry, subgraph)
             )
+            place = {n: k for k, n in enumerate(module.graph.nodes)}
             used |= set(region.nodes)
             done.append(Replacement(entry.id, region.nodes))
     if done:
