@@ -38,6 +38,7 @@ from fusescout.inputs import save
 from fusescout.ir import Subgraph
 from fusescout.plan import Entry
 from fusescout.plan import Plan
+from fusescout.prefetch import compiling_ahead
 from fusescout.probe import measure_device
 from fusescout.profiling import profile
 from fusescout.session import CandidateResult
@@ -147,7 +148,8 @@ def _race_all(
     ranking: Ranking, captured: Capture, device: Device, config: Config, on_event: OnEvent, folder: Path | None
 ) -> dict[str, RaceResult]:
     races: dict[str, RaceResult] = {}
-    with tempfile.TemporaryDirectory(prefix="fusescout-") as scratch, Spare() as spare:
+    ahead = compiling_ahead([c.subgraph for c in ranking.candidates], device, config)
+    with tempfile.TemporaryDirectory(prefix="fusescout-") as scratch, Spare() as spare, ahead:
         for number, candidate in enumerate(ranking.candidates):
             on_event("race", number, len(ranking.candidates), " ".join(candidate.subgraph.chain))
             site = candidate.sites[0]
@@ -160,7 +162,7 @@ def _race_all(
                 candidate.subgraph,
                 inputs,
                 device,
-                config,
+                config.model_copy(update={"jobs": 1}),  # the kernels are being compiled already
                 spare=spare,
                 on_event=lambda _s, _d, _t, text, n=number: on_event("race", n, len(ranking.candidates), text),  # type: ignore[misc]
             )

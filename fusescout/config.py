@@ -42,7 +42,7 @@ def _long_dtype(value: Any) -> Any:
 
 def _default_jobs() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, 8)
+    return min(cores, 16)
 
 
 class Config(BaseModel):

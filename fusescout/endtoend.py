@@ -52,16 +52,14 @@ def compare(workload: Workload, plan: Plan, config: Config, on_event: OnEvent) -
     limits: Any = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
     with torch._dynamo.config.patch(**limits):
         judge = ModelJudge(workload)
-        dropped: list[str] = []
-        plan, failures = _without_culprits(workload, plan, config, judge, on_event)
-        dropped += failures
-        ways, rivals = _build(workload, plan, config, judge, on_event)
+        plan, dropped, trial = _without_culprits(workload, plan, config, judge, on_event)
+        ways, rivals = _build(workload, plan, trial, config, judge, on_event)
         samples = measure(ways, config.rounds, workload.device, on_event)
         return _conclude(plan, ways, rivals, samples, judge, dropped, config)
 
 
 def _build(
-    workload: Workload, plan: Plan, config: Config, judge: ModelJudge, on_event: OnEvent
+    workload: Workload, plan: Plan, trial: Way | None, config: Config, judge: ModelJudge, on_event: OnEvent
 ) -> tuple[list[Way], list[Rival]]:
     """All ways that run and, for the patched ones, compute the right thing; and the rivals that could not run."""
     cuda = workload.device.startswith("cuda")
@@ -78,13 +76,16 @@ def _build(
             ways.append(_warm(name, workload, torch.compile(workload.model, dynamic=False, **options)))
         except Exception as error:  # isolation boundary: a rival that can't run is a fact to report, not our failure
             failed.append(Rival(name=name, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"))
-    if not plan.entries:
+    if trial is None:
         return ways, failed
     for composition in _compositions(config, cuda):
+        if composition == trial.composition:
+            ways.append(trial)
+            continue
         name = f"patched, rest {composition}"
         on_event("end to end", 0, 0, f"building {name}")
         try:
-            way = _patched(name, workload, plan, composition)
+            way = _patched(workload, plan, composition, config)
             verdict = judge.check(way.model)
         except Exception as error:  # isolation boundary: the framework code stays where a composition can't run
             failed.append(Rival(name=name, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"))
@@ -102,9 +103,9 @@ def _compositions(config: Config, cuda: bool) -> tuple[Composition, ...]:
     return (config.compose,)
 
 
-def _patched(name: str, workload: Workload, plan: Plan, composition: Composition) -> Way:
-    backend = Backend(plan.composed(composition))
-    way = _warm(name, workload, torch.compile(workload.model, backend=backend, dynamic=False))
+def _patched(workload: Workload, plan: Plan, composition: Composition, config: Config) -> Way:
+    backend = Backend(plan.composed(composition), cache_dir=config.cache_dir)
+    way = _warm(f"patched, rest {composition}", workload, torch.compile(workload.model, backend=backend, dynamic=False))
     return replace(way, backend=backend, composition=composition)
 
 
@@ -166,17 +167,21 @@ def measure(ways: list[Way], rounds: int, device: str, on_event: OnEvent) -> dic
 
 def _without_culprits(
     workload: Workload, plan: Plan, config: Config, judge: ModelJudge, on_event: OnEvent
-) -> tuple[Plan, list[str]]:
-    """Drop the entries that break the whole model, found by bisection."""
+) -> tuple[Plan, list[str], Way | None]:
+    """Drop the entries that break the whole model, found by bisection; also gives the way that works, rest eager."""
     dropped: list[str] = []
 
-    def works(entries: Plan) -> bool:
+    def works(entries: Plan) -> Way | None:
         try:
-            return not isinstance(judge.check(_patched("trial", workload, entries, "eager").model), str)
+            way = _patched(workload, entries, "eager", config)
+            return None if isinstance(judge.check(way.model), str) else way
         except Exception:  # isolation boundary: an entry that raises in the model is dropped like one that is wrong
-            return False
+            return None
 
-    while plan.entries and not works(plan):
+    while plan.entries:
+        on_event("end to end", 0, 0, "building patched, rest eager")
+        if way := works(plan):
+            return plan, dropped, way
         on_event("end to end", 0, 0, "the patched model is wrong: looking for the guilty site")
         suspects = [e.id for e in plan.entries]
         while len(suspects) > 1:
@@ -185,7 +190,7 @@ def _without_culprits(
             suspects = suspects[len(suspects) // 2 :] if works(alone) else half
         dropped.append(suspects[0])
         plan = plan.without({suspects[0]})
-    return plan, dropped
+    return plan, dropped, None
 
 
 def _conclude(

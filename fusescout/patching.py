@@ -27,7 +27,9 @@ from torch import nn
 from fusescout.capture.aten import to_aten
 from fusescout.capture.encode import encode_graph
 from fusescout.compose import compose
+from fusescout.config import load
 from fusescout.contenders import contender_named
+from fusescout.contenders.base import Contender
 from fusescout.device import Device
 from fusescout.errors import ContenderFailed
 from fusescout.errors import NotCapturable
@@ -60,8 +62,9 @@ class Counters:
 class Backend:
     """A Dynamo back end that carries out a plan."""
 
-    def __init__(self, plan: Plan, device: Device | None = None) -> None:
+    def __init__(self, plan: Plan, device: Device | None = None, cache_dir: Path | None = None) -> None:
         self.plan = plan
+        self.cache_dir = cache_dir or load().cache_dir
         self.device = device or describe_device(plan.device_kind)
         self.counters = Counters()
         self._operators: dict[str, Any] = {}
@@ -89,13 +92,16 @@ class Backend:
                 return compose(module, module, inputs, self.plan.composition)
             return compose(module, aten, inputs, self.plan.composition)
 
+    def _contender(self, name: str) -> Contender:
+        return contender_named(name, self.plan.templates, cache_dir=self.cache_dir)
+
     def _ready(self, entry: Entry) -> bool:
         """Build the entry's kernel once; a failure is counted and the chain stays with the framework."""
         if entry.id in self._operators:
             return self._operators[entry.id] is not None
         subgraph = Subgraph.from_json(entry.subgraph)
         try:
-            built = contender_named(entry.contender, self.plan.templates).build(subgraph, entry.variant, self.device)
+            built = self._contender(entry.contender).build(subgraph, entry.variant, self.device)
         except ContenderFailed as error:
             self.counters.fallbacks[entry.id] = str(error)
             self._operators[entry.id] = None

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,32 @@ class Session:
         gc.collect()
         torch.cuda.empty_cache()  # does nothing where there is no context
 
+    def compile_ahead(
+        self, subgraphs: list[str], device: dict[str, Any], templates: list[str], cache_dir: str, effort: str, jobs: int
+    ) -> dict[str, Any]:
+        """Compile the TileLang variants of many sub-graphs in threads, into the disk cache; failures show in the race."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        from fusescout.contenders import contender_named
+
+        where = Device(**device)
+        made = contender_named("tilelang", templates, cache_dir=Path(cache_dir))
+        work = []
+        for text in subgraphs:
+            graph = Subgraph.from_json(text)
+            found = made.variants(graph, where, effort)
+            work += [] if isinstance(found, str) else [(graph, v) for v in found]
+
+        def build(job: tuple[Subgraph, Mapping[str, Any]]) -> bool:
+            try:
+                made.build(*job, where)
+            except ContenderFailed:
+                return False
+            return True
+
+        with ThreadPoolExecutor(jobs) as pool:
+            return {"compiled": sum(pool.map(build, work)), "of": len(work)}
+
     def variants(self, contender: str, effort: str) -> list[dict[str, Any]]:
         found = self._contender(contender).variants(self.graph, self.device, effort)
         if isinstance(found, str):
@@ -153,7 +180,7 @@ class Session:
         return lambda inputs: gradients(run, inputs, wanted)
 
 
-REQUESTS = ("open", "variants", "build", "check", "time", "describe", "drop")
+REQUESTS = ("open", "compile_ahead", "variants", "build", "check", "time", "describe", "drop")
 
 
 def serve(requests: IO[str], answers: IO[str]) -> None:

@@ -72,10 +72,14 @@ class Worker:
             self.close()
         raise WorkerRefused(answer["kind"], answer["reason"])
 
-    def close(self) -> None:
-        """Kill the child and everything it started."""
+    def kill(self) -> None:
+        """Kill the child and everything it started; a call that another thread waits for raises `WorkerDied`."""
         with suppress(ProcessLookupError):  # the whole group is gone already
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill the child and give back its pipes."""
+        self.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:

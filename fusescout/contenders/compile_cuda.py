@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -131,19 +132,31 @@ def _entry(compiled: Any) -> Callable[..., None]:
     return main
 
 
+_entering = threading.Lock()
+_inside: list[int] = []
+_before: dict[str, str | None] = {}
+
+
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """TileLang is configured through environment variables only."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+    """TileLang is configured through environment variables only; the last of several threads puts them back."""
+    with _entering:
+        if not _inside:
+            _before.update({name: os.environ.get(name) for name in values})
+            os.environ.update(values)
+        _inside.append(1)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        with _entering:
+            _inside.pop()
+            if not _inside:
+                for name, value in _before.items():
+                    if value is None:
+                        os.environ.pop(name, None)
+                    else:
+                        os.environ[name] = value
+                _before.clear()
 
 
 def _tail(text: str) -> str:

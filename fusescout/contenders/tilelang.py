@@ -16,6 +16,7 @@ from platformdirs import user_cache_dir
 from fusescout.contenders.base import Built
 from fusescout.contenders.base import Runner
 from fusescout.contenders.base import Upkeep
+from fusescout.contenders.compile_seconds import cold_seconds
 from fusescout.contenders.repro import script
 from fusescout.device import Device
 from fusescout.errors import ContenderFailed
@@ -68,7 +69,8 @@ class TileLang:
         start = time.perf_counter()
         kernel = self.kernel(graph, variant, device)
         launch = self._compile(kernel, device)
-        return Built(bind(graph, kernel, launch, device), time.perf_counter() - start, kernel.source)
+        compile_s = cold_seconds(self.cache_dir, kernel, device, time.perf_counter() - start)
+        return Built(bind(graph, kernel, launch, device), compile_s, kernel.source)
 
     def kernel(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> Kernel:
         """The kernel of a variant, not yet compiled.

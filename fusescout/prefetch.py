@@ -1,0 +1,56 @@
+"""Compiles the TileLang kernels of all candidates while the first races already run.
+
+One child does it in threads: TileLang's lowering releases the interpreter lock and the compilers are processes of
+their own. If the child dies, the races compile what they need themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from collections.abc import Sequence
+from contextlib import contextmanager
+
+from fusescout.config import Config
+from fusescout.device import Device
+from fusescout.errors import WorkerDied
+from fusescout.errors import WorkerRefused
+from fusescout.errors import WorkerTimeout
+from fusescout.ir import Subgraph
+from fusescout.workerpool import Worker
+
+DEADLINE_S = 900.0
+
+
+@contextmanager
+def compiling_ahead(subgraphs: Sequence[Subgraph], device: Device, config: Config) -> Iterator[None]:
+    """Fill the kernel cache in the background for as long as the block runs."""
+    if not subgraphs or config.jobs < 2:
+        yield
+        return
+    worker = Worker()
+
+    def compile_all() -> None:
+        try:
+            worker.call(
+                "compile_ahead",
+                DEADLINE_S,
+                subgraphs=[s.to_json() for s in subgraphs],
+                device=dataclasses.asdict(device),
+                templates=[str(t) for t in config.templates],
+                cache_dir=str(config.cache_dir),
+                effort=config.effort,
+                jobs=config.jobs,
+            )
+        except (WorkerDied, WorkerRefused, WorkerTimeout):
+            return  # the races will find out themselves, each with its own reason
+
+    thread = threading.Thread(target=compile_all, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        worker.kill()
+        thread.join()
+        worker.close()
