@@ -104,7 +104,8 @@ def test_the_wheel_holds_every_package() -> None:
     """Packages are listed by hand, because `templates/` lies outside `fusescout/`."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     listed = set(settings["tool"]["setuptools"]["packages"])
-    assert listed == {name_of(f) for f in PACKAGE.rglob("__init__.py")} | {"fusescout.templates"}
+    made = {name_of(f) for f in PACKAGE.rglob("__init__.py")}
+    assert listed == made | {"fusescout.report.assets", "fusescout.templates"}
     entries = settings["project"]["entry-points"]["fusescout.templates"].values()
     for entry in entries:
         assert (ROOT / "templates" / f"{entry.rpartition('.')[2]}.py").exists()
