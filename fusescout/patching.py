@@ -163,6 +163,9 @@ _changed: ContextVar[bool | None] = ContextVar("hook guards before", default=Non
 
 def _restoring_hook_guards(call: Callable[..., Any]) -> Callable[..., Any]:
     def patched_call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # The user's own torch.compile traces through: the model's plain operators are its to compile.
+            return call(*args, **kwargs)
         try:
             return call(*args, **kwargs)
         finally:

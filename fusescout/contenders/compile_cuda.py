@@ -33,12 +33,19 @@ def compile_cuda(kernel: Kernel, device: Device, cache_dir: Path) -> Callable[..
     """
     import tilelang
 
+    key = (kernel.source, repr(sorted(kernel.pass_configs.items())), device.arch, str(cache_dir))
+    if key in _compiled:
+        return _compiled[key]
     with _environment(TILELANG_CACHE_DIR=str(cache_folder(cache_dir, device)), TILELANG_PRINT_ON_COMPILATION="0"):
         try:
             compiled = tilelang.compile(kernel.func, target=target_of(device), pass_configs=dict(kernel.pass_configs))
         except Exception as error:  # isolation boundary: whatever the compiler throws becomes this contender's reason
             raise ContenderFailed("TileLang can't compile the kernel:", _tail(str(error))) from error
-    return _entry(compiled)
+    return _compiled.setdefault(key, _entry(compiled))
+
+
+_compiled: dict[tuple[str, str, str, str], Callable[..., None]] = {}
+"""Kernels of this process: a plan is carried out once for each way to run the rest."""
 
 
 def target_of(device: Device) -> dict[str, str]:

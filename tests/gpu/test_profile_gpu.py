@@ -67,8 +67,8 @@ def test_inference_kernels_belong_to_their_nodes(tmp_path: Path) -> None:
     assert len(by_op["linear"]) == 12
     assert all(k >= 1 for k in by_op["linear"])
     assert "transpose" not in by_op
-    # The library may clear a workspace too, which is no kernel.
-    assert 0.8 * sum(k.calls for k in found.kernels) <= found.launches <= sum(k.calls for k in found.kernels)
+    # The library clears a workspace too (9 times on an H200), which is no kernel launch.
+    assert found.launches == sum(k.calls for k in found.kernels if not k.name.startswith(("Memset", "Memcpy")))
 
 
 def test_kept_trace_has_kernels_that_link(tmp_path: Path) -> None:

@@ -35,6 +35,14 @@ def test_a_gemm_takes_its_pointwise_tail_and_the_residual() -> None:
     assert ("linear", "gelu") in found, "the form without a large operand is offered too"
 
 
+def test_a_bare_gemm_is_a_region_only_where_its_rows_are_misaligned() -> None:
+    for columns, dtype, found in ((50257, "bfloat16", True), (50304, "bfloat16", False), (50257, "float32", False)):
+        b = Builder()
+        x, w = b.input(spec(8, 16, dtype=dtype)), b.input(spec(columns, 16, dtype=dtype))
+        y = b.op("linear", spec(8, columns, dtype=dtype), x, w)
+        assert (chains(b.graph(y), "gemm_epilogue") == [("linear",)]) is found
+
+
 def test_an_intermediate_used_elsewhere_becomes_a_second_output() -> None:
     b = Builder()
     x, r = b.input(spec(8, 16)), b.input(spec(8, 16))
