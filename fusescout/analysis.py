@@ -99,7 +99,14 @@ def run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | No
     ops = OpGraph.build(graphs, measured, device)
     on_event("rank", 0, 0, f"{sum(len(g.nodes) for g in graphs)} nodes")
     with clock.stage("rank"):
-        ranking = rank(graphs, measured.time_us, max(measured.busy_us, measured.kernel_us), device, _refusal(device, config), config.top)
+        ranking = rank(
+            graphs,
+            measured.time_us,
+            max(measured.busy_us, measured.kernel_us),
+            device,
+            _refusal(device, config),
+            config.top,
+        )
     with clock.stage("race"):
         races = _race_all(ranking, captured, device, config, on_event, folder)
     decisions = {

@@ -17,6 +17,7 @@ from fusescout.ir import Graph
 from fusescout.ir import Node
 from fusescout.ir import Ref
 from fusescout.ir import TensorSpec
+from fusescout.randomness import draws
 
 MAX_OPS = 64
 MAX_INPUTS = 12
@@ -26,9 +27,6 @@ NORMS = frozenset({"layer_norm", "rms_norm", "softmax", "_softmax", "log_softmax
 REDUCTIONS = frozenset({"mean", "sum", "amax", "amin", "var"})
 REGROUPS = frozenset({"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten"})
 LAYOUTS = frozenset({*REGROUPS, "transpose", "permute", "t", "expand", "contiguous", "clone", "_to_copy", "to"})
-
-DRAWS_IN_TRAINING = {"dropout": 2, "feature_dropout": 2, "alpha_dropout": 2, "feature_alpha_dropout": 2}
-"""Pointwise operators that draw random numbers where the flag at this place is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +46,8 @@ def is_pointwise(node: Node) -> bool:
     """True for element-by-element operators with one tensor result and no side effect."""
     if node.mutates or not isinstance(node.out, TensorSpec) or node.out.numel == 0:
         return False
-    if node.op in DRAWS_IN_TRAINING:
-        place = DRAWS_IN_TRAINING[node.op]
-        return len(node.args) > place and node.args[place] is False
-    if node.op.startswith("rrelu"):
-        return False  # it may draw random numbers, and the backward pass would draw others
+    if draws(node):
+        return False
     if node.op == "batch_norm":
         return len(node.args) > 5 and node.args[5] is False
     return op_class(node.target) == "pointwise"
@@ -95,9 +90,13 @@ class _Flow:
                 u = self.position[name]
                 self.below[k] |= self.below[u] | (1 << u)
         self.barriers = sum(1 << k for k, n in enumerate(graph.nodes) if n.mutates)
+        self.random = sum(1 << k for k, n in enumerate(graph.nodes) if draws(n))
 
     def convex(self, names: Iterable[str]) -> bool:
-        """No path leaves the set and comes back, and no mutation happens between its first and last node."""
+        """No path leaves the set and comes back, and no mutation happens between its first and last node.
+
+        Nor does a random draw that waits for the set: it would run after others that it ran before.
+        """
         inside = above = below = 0
         first, last = len(self.above), -1
         for name in names:
@@ -107,7 +106,7 @@ class _Flow:
             below |= self.below[k]
             first, last = min(first, k), max(last, k)
         span = ((1 << (last + 1)) - 1) ^ ((1 << first) - 1)
-        return not (above & below & ~inside) and not (self.barriers & span)
+        return not (above & below & ~inside) and not (self.barriers & span) and not (self.random & below & span)
 
 
 def _grow(flow: _Flow, seed: set[str], allowed: Callable[[Node], bool], *, backward: bool) -> set[str]:
