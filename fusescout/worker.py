@@ -93,7 +93,7 @@ class Session:
     def compile_ahead(
         self, subgraphs: list[str], device: dict[str, Any], templates: list[str], cache_dir: str, effort: str, jobs: int
     ) -> dict[str, Any]:
-        """Compile the TileLang variants of many sub-graphs in threads into the disk cache; failures show in the race."""
+        """Compile the TileLang variants of many sub-graphs in threads into the disk cache; the race shows failures."""
         from concurrent.futures import ThreadPoolExecutor
 
         from fusescout.contenders import contender_named

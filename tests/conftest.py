@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import sys
@@ -10,6 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """How long an example takes says more about the machine's other users than about the code."""
+    if importlib.util.find_spec("hypothesis"):
+        from hypothesis import HealthCheck
+        from hypothesis import settings
+
+        settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("unhurried")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -7,7 +7,6 @@ operators, guards and counters are the real ones, and no compiler is needed.
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -24,12 +23,6 @@ from fusescout.plan import Plan
 from fusescout.probe import describe_device
 from fusescout.regions import find_regions
 from fusescout.workload import build
-
-
-@pytest.fixture(autouse=True)
-def _no_structured_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """pytest's log capture switches on torch's structured trace, which makes Dynamo five times slower."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "disabled", True)
 
 
 class Net(nn.Module):
