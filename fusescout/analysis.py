@@ -112,18 +112,22 @@ def run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | No
     decisions = {
         c.id: decide(c, races[c.id].contenders, races[c.id].samples, config.threshold) for c in ranking.candidates
     }
-    chosen = select(ranking.candidates, decisions)
     environment = describe(device)
-    plan = _plan(workload, device, environment, config, chosen, races, decisions)
+    plans = [
+        _plan(
+            workload, device, environment, config, select(ranking.candidates, decisions, compiled=c), races, decisions
+        )
+        for c in (False, True)
+    ]
     with clock.stage("end to end"):
-        verdict, plan = compare(workload, plan, config, on_event)
+        verdict, plan = compare(workload, plans[0], config, on_event, compiled=plans[1])
     session = Session(
         verdict=verdict.verdict,
         environment=environment,
         workload=workload.info(),
         settings=_settings(config, races, folder),
         profile=measured.info(ops, len(graphs), captured.breaks),
-        candidates=[_result(c, races[c.id], decisions[c.id], chosen, verdict) for c in ranking.candidates],
+        candidates=[_result(c, races[c.id], decisions[c.id], plan, verdict) for c in ranking.candidates],
         rejections=list(ranking.rejections),
         end_to_end=verdict,
         stages_s=clock.seconds,
@@ -234,19 +238,20 @@ def _result(
     candidate: Candidate,
     raced: RaceResult,
     decision: Decision,
-    chosen: tuple[tuple[Candidate, int], ...],
+    plan: Plan,
     verdict: EndToEnd,
 ) -> CandidateResult:
-    kept_sites = next((n for c, n in chosen if c.id == candidate.id), 0)
     status, reason = "kept", decision.reason
-    if decision.accepted and not kept_sites:
-        reason += " Another accepted chain saves more on the same operators."
+    if decision.accepted and candidate.id in {e.id for e in plan.entries}:
+        status = "accepted"
     elif decision.accepted and candidate.id in verdict.dropped:
         status, reason = "dropped", reason + " In the whole model it gave a wrong result, so it was taken out."
-    elif decision.accepted and not verdict.sites_patched:
+    elif decision.accepted and not plan.entries:
         status, reason = "dropped", reason + " The whole model gains nothing from it."
+    elif decision.accepted and decision.winner == "inductor" and plan.composition != "eager":
+        reason += " Inductor runs the rest of the patched model, so this chain is left to it."
     elif decision.accepted:
-        status = "accepted"
+        reason += " Another accepted chain saves more on the same operators."
     return CandidateResult(
         id=candidate.id,
         key=candidate.key,

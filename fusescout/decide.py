@@ -25,7 +25,11 @@ SMALLEST_US = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a race came to. `saved_us` is what the winner saves over eager at all sites in one step."""
+    """What a race came to.
+
+    `saved_us` is what the winner saves over eager at all sites in one step, `saved_over_best_us` over the best cheaper
+    contender.
+    """
 
     winner: str
     accepted: bool
@@ -34,6 +38,7 @@ class Decision:
     speedup_over_eager: Interval | None
     saved_us: float
     pays_back_calls: float | None
+    saved_over_best_us: float = 0.0
 
 
 def decide(
@@ -84,6 +89,7 @@ def decide(
             speedup_over_eager=over_eager,
             saved_us=saved_each * len(candidate.sites),
             pays_back_calls=payback,
+            saved_over_best_us=(medians[best] - medians[name]) * len(candidate.sites),
         )
     return _keep(results, samples, order, medians, threshold)
 
@@ -127,10 +133,26 @@ def _keep(
     return Decision("eager", False, reason, None, speedup, 0.0, None)
 
 
-def select(candidates: Sequence[Candidate], decisions: Mapping[str, Decision]) -> tuple[tuple[Candidate, int], ...]:
-    """Accepted candidates in priority order with the number of sites each keeps; no node is claimed twice."""
+def select(
+    candidates: Sequence[Candidate], decisions: Mapping[str, Decision], *, compiled: bool = False
+) -> tuple[tuple[Candidate, int], ...]:
+    """Accepted candidates in priority order with the number of sites each keeps; no node is claimed twice.
+
+    Args:
+        candidates: the raced ones.
+        decisions: by candidate id.
+        compiled: the rest of the model will run through Inductor. Then a chain that Inductor won is left to it, and
+            what another winner saves is counted from the best other contender, not from eager.
+    """
+
+    def saved_us(candidate: Candidate) -> float:
+        decision = decisions[candidate.id]
+        return decision.saved_over_best_us if compiled else decision.saved_us
+
     accepted = [c for c in candidates if decisions[c.id].accepted]
-    accepted.sort(key=lambda c: (-decisions[c.id].saved_us, c.key))
+    if compiled:
+        accepted = [c for c in accepted if decisions[c.id].winner != "inductor"]
+    accepted.sort(key=lambda c: (-saved_us(c), c.key))
     used: set[tuple[int, str]] = set()
     chosen = []
     for candidate in accepted:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from fusescout.capture.dynamo import forgotten
+from fusescout.capture.protect import protected
 from fusescout.config import Config
 from fusescout.modelcheck import ModelJudge
 from fusescout.patching import Backend
@@ -43,83 +46,137 @@ class Way:
     composition: Composition | None = None
 
 
-def compare(workload: Workload, plan: Plan, config: Config, on_event: OnEvent) -> tuple[EndToEnd, Plan]:
-    """Measure the plan on the whole model, and drop what fails there.
+def compare(
+    workload: Workload, plan: Plan, config: Config, on_event: OnEvent, compiled: Plan | None = None
+) -> tuple[EndToEnd, Plan]:
+    """Measure a plan on the whole model, and drop what fails there.
 
-    Gives the verdict, and the plan that it holds for: entries that break the model are dropped by bisection, and the
-    composition is the fastest measured one. If nothing beats eager the plan comes back empty.
+    Args:
+        workload: model and inputs.
+        plan: what to replace where the rest runs as it is.
+        config: settings; `compose` says which ways to run the rest are tried.
+        on_event: hears of progress.
+        compiled: what to replace where Inductor runs the rest; the same plan by default.
+
+    Returns:
+        The verdict, and the plan that it holds for: entries that break the model are dropped by bisection, and the
+        composition is the fastest measured one. If nothing beats eager the plan comes back empty.
     """
     limits: Any = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
-    with torch._dynamo.config.patch(**limits):
+    with torch._dynamo.config.patch(**limits), forgotten(), _untouched(workload):
         judge = ModelJudge(workload)
-        plan, dropped, trial = _without_culprits(workload, plan, config, judge, on_event)
-        ways, rivals = _build(workload, plan, trial, config, judge, on_event)
-        samples = measure(ways, config.rounds, workload.device, on_event)
-        return _conclude(plan, ways, rivals, samples, judge, dropped, config)
+        bench = _Bench(workload, config, judge, on_event)
+        bench.add_framework()
+        for composition in _compositions(config, workload):
+            bench.add_patched(plan if composition == "eager" or compiled is None else compiled, composition)
+        with _untouched(workload):
+            samples = measure(bench.ways, config.rounds, workload.device, on_event)
+        return _conclude(plan, bench.ways, bench.failed, samples, judge, bench.dropped, config)
 
 
-def _build(
-    workload: Workload, plan: Plan, trial: Way | None, config: Config, judge: ModelJudge, on_event: OnEvent
-) -> tuple[list[Way], list[Rival]]:
-    """All ways that run and, for the patched ones, compute the right thing; and the rivals that could not run."""
-    cuda = workload.device.startswith("cuda")
-    ways = [Way(name, workload.model, _stepper(workload), 0.0) for name in ("eager", "eager again")]
-    failed: list[Rival] = []
-    rivals: list[tuple[str, dict[str, Any]]] = [("compile", {})]
-    if cuda:
-        rivals.append(("compile + CUDA graphs", {"mode": "reduce-overhead"}))
-    if config.effort == "max":
-        rivals.append(("compile max-autotune", {"mode": "max-autotune" if cuda else "max-autotune-no-cudagraphs"}))
-    for name, options in rivals:
-        on_event("end to end", 0, 0, f"building {name}")
-        try:
-            ways.append(_warm(name, workload, torch.compile(workload.model, dynamic=False, **options)))
-        except Exception as error:  # isolation boundary: a rival that can't run is a fact to report, not our failure
-            failed.append(Rival(name=name, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"))
-    if trial is None:
-        return ways, failed
-    for composition in _compositions(config, cuda):
-        if composition == trial.composition:
-            ways.append(trial)
-            continue
+class _Bench:
+    """Collects the ways that run and compute the right thing, and why others don't."""
+
+    def __init__(self, workload: Workload, config: Config, judge: ModelJudge, on_event: OnEvent) -> None:
+        self.workload, self.config, self.judge, self.on_event = workload, config, judge, on_event
+        self.ways = [Way(name, workload.model, _stepper(workload), 0.0) for name in ("eager", "eager again")]
+        self.failed: list[Rival] = []
+        self.dropped: list[str] = []
+
+    def add_framework(self) -> None:
+        """The framework's own ways."""
+        cuda = self.workload.device.startswith("cuda")
+        rivals: list[tuple[str, dict[str, Any]]] = [("compile", {})]
+        if cuda:
+            rivals.append(("compile + CUDA graphs", {"mode": "reduce-overhead"}))
+        if self.config.effort == "max":
+            rivals.append(("compile max-autotune", {"mode": "max-autotune" if cuda else "max-autotune-no-cudagraphs"}))
+        for name, options in rivals:
+            self.on_event("end to end", 0, 0, f"building {name}")
+            try:
+                self.ways.append(
+                    _warm(name, self.workload, torch.compile(self.workload.model, dynamic=False, **options))
+                )
+            except Exception as error:  # isolation boundary: a rival that can't run is a fact to report
+                self.failed.append(Rival(name=name, reason=_line(error)))
+
+    def add_patched(self, plan: Plan, composition: Composition) -> None:
+        """The patched model; entries that make it wrong are dropped first."""
+        plan = plan.composed(composition).without(set(self.dropped))
         name = f"patched, rest {composition}"
-        on_event("end to end", 0, 0, f"building {name}")
+        while plan.entries:
+            self.on_event("end to end", 0, 0, f"building {name}")
+            way = self._try(plan)
+            if isinstance(way, Way) and way.backend is not None and way.backend.counters.sites == 0:
+                self.failed.append(Rival(name=name, reason=f"No planned chain was replaced: {_why(way.backend)}."))
+                return
+            if isinstance(way, Way):
+                self.ways.append(way)
+                return
+            culprit = self._culprit(plan)
+            if culprit is None:
+                self.failed.append(Rival(name=name, reason=way))
+                return
+            self.dropped.append(culprit)
+            plan = plan.without({culprit})
+
+    def _try(self, plan: Plan) -> Way | str:
+        """The patched model ready to be timed, or what is wrong with it."""
+        backend = Backend(plan, cache_dir=self.config.cache_dir)
         try:
-            way = _patched(workload, plan, composition, config)
-            verdict = judge.check(way.model)
-        except Exception as error:  # isolation boundary: the framework code stays where a composition can't run
-            failed.append(Rival(name=name, reason=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"))
-            continue
-        if isinstance(verdict, str):
-            failed.append(Rival(name=name, reason=verdict))
-        else:
-            ways.append(way)
-    return ways, failed
+            compiled = torch.compile(self.workload.model, backend=backend, dynamic=False)
+            way = _warm(f"patched, rest {plan.composition}", self.workload, compiled)
+            verdict = self.judge.check(way.model)
+        except Exception as error:  # isolation boundary: the framework's code stays where the patch can't run
+            return _line(error)
+        return verdict if isinstance(verdict, str) else replace(way, backend=backend, composition=plan.composition)
+
+    def _culprit(self, plan: Plan) -> str | None:
+        """The entry that alone makes the model wrong with an eager rest, by bisection; None if it is not an entry."""
+        suspects = [e.id for e in plan.entries]
+        plan = plan.composed("eager")
+        self.on_event("end to end", 0, 0, "the patched model is wrong: looking for the guilty site")
+        while len(suspects) > 1:
+            half = suspects[: len(suspects) // 2]
+            alone = self._try(plan.without({e.id for e in plan.entries} - set(half)))
+            suspects = suspects[len(suspects) // 2 :] if isinstance(alone, Way) else half
+        alone = self._try(plan.without({e.id for e in plan.entries} - set(suspects)))
+        return None if isinstance(alone, Way) else suspects[0]
 
 
-def _compositions(config: Config, cuda: bool) -> tuple[Composition, ...]:
-    if config.compose == "auto":
-        return ("eager", "inductor", "cudagraph") if cuda and config.mode == "inference" else ("eager", "inductor")
-    return (config.compose,)
+def _why(backend: Backend) -> str:
+    return "; ".join(dict.fromkeys(backend.counters.fallbacks.values())) or "the model made no graph"
 
 
-def _patched(workload: Workload, plan: Plan, composition: Composition, config: Config) -> Way:
-    backend = Backend(plan.composed(composition), cache_dir=config.cache_dir)
-    way = _warm(f"patched, rest {composition}", workload, torch.compile(workload.model, backend=backend, dynamic=False))
-    return replace(way, backend=backend, composition=composition)
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def _compositions(config: Config, workload: Workload) -> tuple[Composition, ...]:
+    if config.compose != "auto":
+        return (config.compose,)
+    graphs = workload.device.startswith("cuda") and workload.mode == "inference"
+    return ("eager", "inductor", "cudagraph") if graphs else ("eager", "inductor")
 
 
 def _warm(name: str, workload: Workload, model: Any) -> Way:
     """Call it until it is compiled; the first two calls are its compile time."""
 
     step = _stepper(replace(workload, model=model))
-    start = time.perf_counter()
-    step()
-    step()
-    _synchronize(workload.device)
-    compile_s = time.perf_counter() - start
-    step()
+    with _untouched(workload):
+        start = time.perf_counter()
+        step()
+        step()
+        _synchronize(workload.device)
+        compile_s = time.perf_counter() - start
+        step()
     return Way(name, model, step, compile_s)
+
+
+def _untouched(workload: Workload) -> AbstractContextManager[None]:
+    """Buffers, gradients and random state are put back after: each check and each way starts from the same model."""
+    return protected(getattr(workload.model, "_orig_mod", workload.model))
 
 
 def _stepper(workload: Workload) -> Callable[[], Any]:
@@ -165,34 +222,6 @@ def measure(ways: list[Way], rounds: int, device: str, on_event: OnEvent) -> dic
     return samples
 
 
-def _without_culprits(
-    workload: Workload, plan: Plan, config: Config, judge: ModelJudge, on_event: OnEvent
-) -> tuple[Plan, list[str], Way | None]:
-    """Drop the entries that break the whole model, found by bisection; also gives the way that works, rest eager."""
-    dropped: list[str] = []
-
-    def works(entries: Plan) -> Way | None:
-        try:
-            way = _patched(workload, entries, "eager", config)
-            return None if isinstance(judge.check(way.model), str) else way
-        except Exception:  # isolation boundary: an entry that raises in the model is dropped like one that is wrong
-            return None
-
-    while plan.entries:
-        on_event("end to end", 0, 0, "building patched, rest eager")
-        if way := works(plan):
-            return plan, dropped, way
-        on_event("end to end", 0, 0, "the patched model is wrong: looking for the guilty site")
-        suspects = [e.id for e in plan.entries]
-        while len(suspects) > 1:
-            half = suspects[: len(suspects) // 2]
-            alone = plan.without({e.id for e in plan.entries} - set(half))
-            suspects = suspects[len(suspects) // 2 :] if works(alone) else half
-        dropped.append(suspects[0])
-        plan = plan.without({suspects[0]})
-    return plan, dropped, None
-
-
 def _conclude(
     plan: Plan,
     ways: list[Way],
@@ -229,27 +258,35 @@ def _conclude(
     over_rival = ratio(samples[rival.name], samples[best.name])
     checked = judge.check(best.model)
     error = None if isinstance(checked, str) else checked
-    accepted = error is not None and speedup.low > 1.0 and speedup.mid >= config.min_gain
-    assert best.backend is not None and best.composition is not None
-    if accepted:
-        over_best = (
-            f" and {_times(over_rival)} as fast as {rival.name}, the best other way."
-            if rival.name != "eager"
-            else ", which is the best other way."
-        )
-        verdict = (
-            f"Patch it: {best.backend.counters.sites} sites, the rest run by {best.composition}:"
-            f" {_times(speedup)} as fast as eager{over_best}"
-        )
-    elif isinstance(checked, str):
+    assert best.backend is not None
+    assert best.composition is not None
+    gains = speedup.low > 1.0 and speedup.mid >= config.min_gain
+    accepted = error is not None and gains and over_rival.high >= 1.0
+    sites = f"{best.backend.counters.sites} sites, the rest run by {best.composition}"
+    if isinstance(checked, str):
         verdict = f"Keep the framework code: the patched model is wrong in the end ({checked})."
-    else:
+    elif not gains:
         verdict = (
-            f"Keep the framework code: patched, the model is {_times(speedup)} as fast as eager,"
+            f"Keep the framework code: patched ({sites}), the model is {_times(speedup)} as fast as eager,"
             f" and {max(config.min_gain, 1.0):.2f} is asked for."
         )
-    if accepted and over_rival.high < 1.0:
-        verdict += f" {rival.name} alone is faster: prefer it."
+    elif rival.name == "eager":
+        verdict = f"Patch it: {sites}: {_times(speedup)} as fast as eager, which is the best other way."
+    elif over_rival.low > 1.0:
+        verdict = (
+            f"Patch it: {sites}: {_times(speedup)} as fast as eager and {_times(over_rival)} as fast as {rival.name},"
+            " the best other way."
+        )
+    elif accepted:
+        verdict = (
+            f"Patched ({sites}), the model is {_times(speedup)} as fast as eager, but that is no difference to"
+            f" {rival.name} ({_times(over_rival)}): the framework's way is the simpler one."
+        )
+    else:
+        verdict = (
+            f"Keep the framework code: {rival.name} is faster than the patched model"
+            f" ({_times(over_rival)}), which is {_times(speedup)} as fast as eager."
+        )
     result = EndToEnd(
         baseline=baseline,
         patched=median_interval(samples[best.name]),
@@ -263,7 +300,7 @@ def _conclude(
         rivals=rivals,
         verdict=verdict,
     )
-    final = plan.composed(best.composition) if accepted else plan.model_copy(update={"entries": []})
+    final = best.backend.plan if accepted else plan.model_copy(update={"entries": []})
     return result, final
 
 

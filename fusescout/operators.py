@@ -73,6 +73,7 @@ def _register_backward(name: str, subgraph: Subgraph) -> None:
 
     def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)  # a parameter that eager gives no gradient must not get zeros: AdamW decays it
         outputs = output if isinstance(output, tuple) else (output,)
         constant = [o for o, spec in zip(outputs, subgraph.output_specs, strict=True) if not spec.requires_grad]
         ctx.mark_non_differentiable(*constant)

@@ -60,6 +60,31 @@ def fixed_shapes(backend: Any) -> Iterator[Notes]:
                 _forget(code, backend)
 
 
+@contextmanager
+def forgotten() -> Iterator[None]:
+    """What Dynamo compiles inside is dropped after.
+
+    It is kept on the user's code objects, where it would hold memory and count against the user's recompile limit.
+    """
+    known = {id(entry.guard_manager) for entry in _entries()}
+    try:
+        yield
+    finally:
+        for entry in _entries():
+            if id(entry.guard_manager) not in known:
+                _invalidate(entry)
+
+
+def _entries() -> Iterator[Any]:
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    for reference in list(input_codes.seen):
+        code = reference()
+        if code is not None:
+            yield from _debug_get_cache_entry_list(code)
+
+
 def _breaks(reasons: list[Any], counted: Any) -> list[GraphBreak]:
     """Each break once, in order; those that Dynamo only counted have no place."""
     placed = [GraphBreak(reason=_headline(r.reason), where=_place(r.user_stack)) for r in reasons]
@@ -87,10 +112,15 @@ def _forget(code: Any, backend: Any) -> None:
     After a graph break Dynamo compiles functions of the user's, whose code may also hold the user's own compilations.
     """
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-    from torch._dynamo.guards import DeletedGuardManagerWrapper
 
     for entry in _debug_get_cache_entry_list(code):
         if entry.backend is backend:
-            manager = entry.guard_manager
-            if manager.extra_state is not None:
-                manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("the capture is over"))
+            _invalidate(entry)
+
+
+def _invalidate(entry: Any) -> None:
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    manager = entry.guard_manager
+    if manager.extra_state is not None:
+        manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("the capture is over"))

@@ -15,6 +15,8 @@ from torch import nn
 
 STATIC_MARK = "_dynamo_static_input_type"
 """What Dynamo writes on parameters and buffers it has seen."""
+COMPILE_MARK = "_is_torch_compile"
+"""What `torch.compile` writes on a module it was given."""
 
 
 def copy_tensor(tensor: Tensor) -> Tensor:
@@ -49,6 +51,7 @@ def protected(model: nn.Module) -> Iterator[None]:
     A buffer keeps its identity: its old contents are written back, and one that was replaced is set again.
     """
     tensors = list({id(t): t for t in (*model.parameters(), *model.buffers())}.values())
+    marked = COMPILE_MARK in vars(model)
     unmarked = [t for t in tensors if STATIC_MARK not in vars(t)]
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
     versions = [(b, b.detach().clone()) for b in model.buffers()]
@@ -71,6 +74,8 @@ def protected(model: nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
                 if gradient is not None and value is not None and not _same(gradient, value):
                     gradient.copy_(value)
+        if not marked:
+            vars(model).pop(COMPILE_MARK, None)
         for tensor in unmarked:
             vars(tensor).pop(STATIC_MARK, None)
         random.setstate(python)

@@ -79,3 +79,13 @@ def test_no_node_is_claimed_twice_and_the_larger_gain_goes_first() -> None:
         "large": Decision("tilelang", True, "", None, None, 50.0, 1.0),
     }
     assert [(c.id, n) for c, n in select([small, large], decisions)] == [("large", 1), ("small", 1)]
+
+
+def test_under_inductor_a_chain_it_won_is_left_to_it_and_frees_its_operators() -> None:
+    norm, residual = candidate("norm", (("add", "norm"),)), candidate("residual", (("linear", "add"),))
+    decisions = {
+        "norm": Decision("inductor", True, "", None, None, 50.0, 1.0, saved_over_best_us=40.0),
+        "residual": Decision("tilelang", True, "", None, None, 20.0, 1.0, saved_over_best_us=15.0),
+    }
+    assert [c.id for c, _ in select([norm, residual], decisions)] == ["norm"]
+    assert [c.id for c, _ in select([norm, residual], decisions, compiled=True)] == ["residual"]
