@@ -59,7 +59,7 @@ class Inductor:
                 traced = make_fx(lambda *inputs: list(reference(inputs)), tracing_mode="fake", pre_dispatch=True)(
                     *example
                 )
-                compiled: Any = _inductor.compile(traced, example, options=_options(variant["mode"]))
+                compiled: Any = _inductor.compile(traced, list[Any](example), options=_options(variant["mode"]))
                 compiled(*example)
         except Exception as error:  # isolation boundary: Inductor failing is a result of the race
             first = (str(error).strip().splitlines() or [""])[0]
