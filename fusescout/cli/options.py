@@ -53,7 +53,7 @@ Deadline = Annotated[
     str | None, typer.Option("--deadline-s", metavar="X", help="Seconds for each kernel that is tried. [default: 60]")
 ]
 Jobs = Annotated[
-    str | None, typer.Option("--jobs", "-j", metavar="N", help="Parallel compilations. [default: cores, at most 8]")
+    str | None, typer.Option("--jobs", "-j", metavar="N", help="Parallel compilations. [default: cores, at most 16]")
 ]
 IncludeSource = Annotated[
     bool | None, typer.Option("--include-source/--no-include-source", help="Put model source in reports. [default: no]")
