@@ -35,7 +35,6 @@ def fixed_shapes(backend: Any) -> Iterator[Notes]:
     """Dynamo for captures with `backend`."""
     from torch._dynamo import config
     from torch._dynamo import output_graph
-    from torch._dynamo.convert_frame import input_codes
     from torch._dynamo.utils import counters
 
     notes = Notes()
@@ -54,10 +53,8 @@ def fixed_shapes(backend: Any) -> Iterator[Notes]:
         del reasons[already:]
         counters.clear()
         counters.update(saved)
-        for reference in list(input_codes.seen):
-            code = reference()
-            if code is not None:
-                _forget(code, backend)
+        for code in _codes():
+            _drop(code, [entry for entry in _entries(code) if entry.backend is backend])
 
 
 @contextmanager
@@ -66,23 +63,47 @@ def forgotten() -> Iterator[None]:
 
     It is kept on the user's code objects, where it would hold memory and count against the user's recompile limit.
     """
-    known = {id(entry.guard_manager) for entry in _entries()}
+    known = {id(entry.guard_manager) for code in _codes() for entry in _entries(code)}
     try:
         yield
     finally:
-        for entry in _entries():
-            if id(entry.guard_manager) not in known:
-                _invalidate(entry)
+        for code in _codes():
+            _drop(code, [entry for entry in _entries(code) if id(entry.guard_manager) not in known])
 
 
-def _entries() -> Iterator[Any]:
+def _codes() -> Iterator[Any]:
+    """All code objects that Dynamo has compiled something for."""
     from torch._dynamo.convert_frame import input_codes
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
     for reference in list(input_codes.seen):
         code = reference()
         if code is not None:
-            yield from _debug_get_cache_entry_list(code)
+            yield code
+
+
+def _entries(code: Any) -> list[Any]:
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return list(_debug_get_cache_entry_list(code))
+
+
+def _drop(code: Any, entries: list[Any]) -> None:
+    """Drop some of a code object's entries; those of the user's stay.
+
+    A dropped entry leaves an empty one behind, which still counts against the recompile limit; so if nothing else is
+    there, the whole list goes.
+    """
+    from torch._C._dynamo.eval_frame import reset_code
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    if not entries:
+        return
+    for entry in entries:
+        manager = entry.guard_manager
+        if manager.extra_state is not None:
+            manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("FuseScout is done with it"))
+    if all(isinstance(entry.guard_manager, DeletedGuardManagerWrapper) for entry in _entries(code)):
+        reset_code(code)
 
 
 def _breaks(reasons: list[Any], counted: Any) -> list[GraphBreak]:
@@ -104,23 +125,3 @@ def _place(stack: Any) -> str:
         return ""
     frame = stack[-1]
     return f"{shorten(frame.filename)}:{frame.lineno} in {frame.name}"
-
-
-def _forget(code: Any, backend: Any) -> None:
-    """Drop what Dynamo compiled for `backend` from a code object, and only that.
-
-    After a graph break Dynamo compiles functions of the user's, whose code may also hold the user's own compilations.
-    """
-    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    for entry in _debug_get_cache_entry_list(code):
-        if entry.backend is backend:
-            _invalidate(entry)
-
-
-def _invalidate(entry: Any) -> None:
-    from torch._dynamo.guards import DeletedGuardManagerWrapper
-
-    manager = entry.guard_manager
-    if manager.extra_state is not None:
-        manager.extra_state.invalidate(entry, DeletedGuardManagerWrapper("the capture is over"))
