@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 from typing import Annotated
 
 import typer
@@ -12,6 +13,9 @@ from fusescout.cli import options
 from fusescout.errors import OutputExists
 from fusescout.errors import Unwritable
 from fusescout.errors import UsageProblem
+
+if TYPE_CHECKING:
+    from fusescout.session import Session
 
 
 def report(
@@ -26,6 +30,10 @@ def report(
     format: Annotated[
         str | None,
         typer.Option("--format", metavar="text|html|json|markdown", help="The format, whatever the file is called."),
+    ] = None,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option("--tensorboard", metavar="DIR", help="Also copy the kept trace there, as TensorBoard reads it."),
     ] = None,
     as_json: options.AsJson = False,
     force: options.Force = False,
@@ -43,6 +51,8 @@ def report(
         raise UsageProblem(f"--json and --format {format} exclude each other.", "", "Give one of them.")
     form = "json" if as_json else format or (format_of(output) if output else "text")
     loaded = Session.load(session)
+    if tensorboard is not None:
+        terminal.note(f"Wrote {_for_tensorboard(loaded, session, tensorboard)}")
     if output is None:
         if form == "html" and sys.stdout.isatty():
             raise UsageProblem("HTML isn't for a terminal.", "", "Use -o report.html, or send stdout to a file.")
@@ -60,3 +70,17 @@ def report(
         raise Unwritable("report", str(output), error.strerror or str(error), "Make room, or name another.") from error
     terminal.note(f"Wrote {output}")
     return 0
+
+
+def _for_tensorboard(loaded: Session, session: Path, folder: Path) -> Path:
+    from fusescout.report.tensorboard import write_for_tensorboard
+
+    if not loaded.profile.trace:
+        raise UsageProblem(
+            "This session has no trace.", "It was made without a run folder.", "Run `fusescout analyze`."
+        )
+    run = session if session.is_dir() else session.parent
+    try:
+        return write_for_tensorboard(run / loaded.profile.trace, folder)
+    except OSError as error:
+        raise Unwritable("trace", str(folder), error.strerror or str(error), "Make room, or name another.") from error
