@@ -39,6 +39,13 @@ def test_contiguous_operands_are_read_and_written_16_bytes_at_a_time():
     assert "if (" not in source[source.rindex('extern "C"') :]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_an_operand_that_every_vector_repeats_is_gathered(dtype):
+    """TileLang's gather of bfloat16 calls a function that its headers don't have."""
+    (case,) = (c for c in POINTWISE if c.name == "outer")
+    assert ("__pack_bfloat162(in0[" in report(case, dtype).source) == (dtype == torch.bfloat16)
+
+
 def test_rows_too_wide_for_registers_are_walked_in_chunks():
     wide = Case("vocabulary", "rowwise", lambda x: x.float().log_softmax(-1), lambda: (randn(4, 50257),))
     found = report(wide, torch.bfloat16)
