@@ -350,6 +350,11 @@ def _rounding(name: str) -> Callable:
     return lambda w: f"{name}({w.x()})" if w.out == "float32" else w.x()
 
 
+def _nan_if_inf(w: Writer) -> str:
+    """Not an ATen operator: what CUDA's fused RMS norm, unlike the CPU's, does with an infinite mean square."""
+    return w.x() if w.dialect.cpu else f"nan_if_inf({w.x()})"
+
+
 def _full(position: int, name: str, default=None) -> Callable:
     return lambda w: w.literal(w.number(position, name, default), w.out)
 
@@ -378,7 +383,7 @@ OPERATORS = {
     "isinf": _float_test(lambda w, x: f"T.EQ(fabs({x}), {w.f(math.inf)})"),
     "isfinite": _float_test(lambda w, x: f"fabs({x}) < {w.f(math.inf)}"),
     "batch_norm": _batch_norm, "dropout": _dropout, "feature_dropout": _dropout, "addcmul": _addcmul,
-    "addcdiv": _addcdiv, "lerp": _lerp, "nan_to_num": _nan_to_num, "round": _round,
+    "nan_if_inf": _nan_if_inf, "addcdiv": _addcdiv, "lerp": _lerp, "nan_to_num": _nan_to_num, "round": _round,
     "full": _full(1, "fill_value"), "full_like": _full(1, "fill_value"), "scalar_tensor": _full(0, "s"),
     "zeros_like": lambda w: w.literal(0, w.out), "ones_like": lambda w: w.literal(1, w.out),
 }  # fmt: skip

@@ -323,7 +323,8 @@ def _rms_norm(e: _Expansion) -> Ref:
     dims, eps = _last_dims(e, x), e.arg(3, "eps")
     eps = LIMITS[e.spec(x).dtype] if eps is None else eps
     mean = e.full("div", e.reduce("sum", e.full("mul", x, x), dims), e.count(x, dims))
-    return _affine(e, e.full("mul", x, e.full("rsqrt", e.full("add", mean, eps))), e.arg(2, "weight"), None)
+    scale = e.full("rsqrt", e.full("add", e.full("nan_if_inf", mean), eps))
+    return _affine(e, e.full("mul", x, scale), e.arg(2, "weight"), None)
 
 
 EXPANSIONS = {
