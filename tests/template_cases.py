@@ -282,7 +282,8 @@ ROWWISE = [
         "row_scale",
         "rowwise",
         lambda x, s: (x * s).sum(-1, keepdim=True) / s,
-        lambda: (randn(17, 48), randn(17, 1).abs() + 0.5),
+        # "large" overflows in eager's float16: one rounding step is all that is allowed, which 17 outputs may exceed
+        lambda: (randn(257, 48), randn(257, 1).abs() + 0.5),
     ),
     Case(
         "strided_norm", "rowwise", lambda x: F.layer_norm(x, (16,)), lambda: (randn(2, 16, 5, 6).permute(0, 2, 3, 1),)

@@ -25,6 +25,7 @@ from fusescout.verify import Verifier
 
 CPU = Device("cpu", "cpu", "x86_64", 2)
 TEMPLATES = load().templates
+HALVES = ("bias_gelu", "add_rms_norm", "row_scale")
 
 
 def conform(case, folder, optimise, dtype=None):
@@ -60,9 +61,7 @@ def test_shapes(case, folder):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "case", [c for c in POINTWISE + ROWWISE if c.name in ("bias_gelu", "add_rms_norm")], ids=lambda c: c.name
-)
+@pytest.mark.parametrize("case", [c for c in POINTWISE + ROWWISE if c.name in HALVES], ids=lambda c: c.name)
 def test_16_bit(case, dtype, folder):
     conform(case, folder, "-O1", dtype)
 
