@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+SMALL = {"training_loop": ["--width", "32"]}
 assert EXAMPLES
 
 
@@ -17,6 +18,8 @@ def test_an_example_runs(file: Path) -> None:
     if "transformers" in file.read_text():
         pytest.importorskip("transformers")
     assert "def main() -> None:" in file.read_text()
-    done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(file), *SMALL.get(file.stem, [])], capture_output=True, text=True, timeout=400
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
