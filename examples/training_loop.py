@@ -1,7 +1,7 @@
 """An analysis inside a training script, on the batches that the loop really has.
 
-    fusescout analyze --effort quick examples/training_loop.py --steps 3
-    python examples/training_loop.py --steps 3
+fusescout analyze --effort quick examples/training_loop.py --steps 3
+python examples/training_loop.py --steps 3
 """
 
 from __future__ import annotations
