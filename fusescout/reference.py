@@ -20,6 +20,7 @@ __all__ = ["build", "make_inputs_source", "spec_of", "to_source"]
 
 BIT_CASTS = frozenset({"aten.view.dtype"})
 FLOATS = ir.FLOATS | {"float8_e4m3fn", "float8_e5m2"}
+INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8"})
 COMPLEX = {"float64": "complex128", "float32": "complex64"}
 
 
@@ -67,7 +68,7 @@ def to_source(
                 lines.append(f"    x{k} = x{k}.to(torch.{dtype})  # {spec}")
     for k, op in enumerate(subgraph.ops):
         index = len(subgraph.inputs) + k
-        call = _call(op, names, dtype_override)
+        call = _call(op, _promoted(op, names, subgraph, dtype_override), dtype_override)
         lines.append(f"    {names[index]} = {call}  # {_describe(op.out)}")
         if dtype_override is not None and (made := _factory_dtype(op, dtype_override)):
             lines.append(f"    {names[index]} = {names[index]}.to(torch.{made})")
@@ -162,6 +163,16 @@ def _override(dtype: str, override: str | None) -> str:
     if dtype in FLOATS:
         return override
     return COMPLEX.get(override, dtype) if dtype.startswith("complex") else dtype
+
+
+def _promoted(op: ir.Op, names: list[str], subgraph: ir.Subgraph, override: str | None) -> list[str]:
+    """Names of the values as `op` reads them: integers of which it makes floats would be promoted to float32 only."""
+    if override is None or not isinstance(op.out, ir.TensorSpec) or op.out.dtype not in FLOATS:
+        return names
+    integers = [i for i in op.inputs if _is_tensor(subgraph, i) and subgraph.tensor(i).dtype in INTEGERS]
+    if len(integers) < len(op.inputs):  # another operand, such as an embedding's table, decides
+        return names
+    return [f"{n}.to(torch.{override})" if i in integers else n for i, n in enumerate(names)]
 
 
 def _factory_dtype(op: ir.Op, override: str) -> str | None:

@@ -131,3 +131,11 @@ def test_embedding_indices_stay_in_range() -> None:
     scope: dict[str, Any] = {"torch": torch}
     exec(reference.make_inputs_source(graph), scope)
     assert reference.build(graph)(scope["make_inputs"]("cpu"))[0].shape == (50, 7)
+
+
+def test_the_truth_of_a_quotient_of_integers_is_not_rounded_to_float32() -> None:
+    graph = Subgraph((spec((64,), "int64"),), (op("aten.div.Tensor", Ref(0), 7, out=spec((64,))),), (1,))
+    x = torch.arange(64)
+    (truth,) = reference.build(graph, "float64")([x])
+    assert torch.equal(truth, x.double() / 7)
+    assert reference.build(graph)([x])[0].dtype == torch.float32
