@@ -122,7 +122,7 @@ class Patched:
         self.model = model
         self.plan = backend.plan
         self.counters = backend.counters
-        self._before = getattr(model, "_compiled_call_impl", None)
+        self._before = vars(model).get("_compiled_call_impl")
         model.compile(backend=_GuardHooks(backend), dynamic=False)
         compiled = model._compiled_call_impl
         assert compiled is not None
@@ -132,6 +132,8 @@ class Patched:
         """Give the model back the call it had. Calling it twice does nothing more."""
         if getattr(self.model, "_compiled_call_impl", None) is self._ours:
             self.model._compiled_call_impl = self._before
+            if self._before is None:
+                del self.model._compiled_call_impl  # the class has it as None
 
     def __enter__(self) -> Patched:
         return self

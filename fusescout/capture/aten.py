@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.amp.autocast_mode import _enter_autocast
 from torch.amp.autocast_mode import _exit_autocast
 from torch.amp.autocast_mode import autocast
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -157,8 +158,18 @@ def _faking(example_inputs: Sequence[Any]) -> Iterator[tuple[FakeTensorMode, lis
     """A fresh fake world with the inputs in it; grad mode and autocast are put back after."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
     grad = torch.is_grad_enabled()
-    with state(ambient()), unset_fake_temporarily(), tracing(TracingContext(mode)), torch.set_grad_enabled(grad):
+    with (
+        state(ambient()),
+        unset_fake_temporarily(),
+        tracing(TracingContext(mode)),
+        torch.set_grad_enabled(grad),
+        saved_tensors_hooks(_itself, _itself),  # a checkpoint around the call must not count what is saved here
+    ):
         yield mode, [_fake(mode, value) for value in example_inputs]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _fake(mode: FakeTensorMode, value: Any) -> Any:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusescout.patching import Patched
 from fusescout.patching import patch
+from fusescout.plan import Composition
 
 X = torch.randn(4, 8, 16, generator=torch.Generator().manual_seed(1))
 
@@ -40,12 +41,14 @@ class Net(nn.Module):
 
 
 @contextmanager
-def all_patched(model: nn.Module, mode: str = "inference", x: Tensor = X) -> Iterator[Patched]:
+def all_patched(
+    model: nn.Module, mode: str = "inference", x: Tensor = X, composition: Composition = "eager"
+) -> Iterator[Patched]:
     torch._dynamo.reset()
     model.train(mode == "training")
     plan = plan_of(model, x, mode=mode)
     with fresh_outputs():
-        handle = patch(model, plan)
+        handle = patch(model, plan, composition=composition)
         yield handle
         handle.undo()
 
@@ -231,14 +234,16 @@ def test_two_forwards_one_backward_and_one_forward_two_backwards() -> None:
         close(both(), plain(model, both))
 
 
-def test_a_checkpointed_patched_model() -> None:
+@pytest.mark.parametrize("composition", ["eager", "inductor"])
+def test_a_patched_model_that_is_first_called_in_a_checkpoint(composition: Composition) -> None:
+    """What is saved while it is being compiled is no part of the forward pass."""
     model, x = Net(), X.clone().requires_grad_()
 
     def run() -> list[Tensor]:
         out = checkpoint(model, x, use_reentrant=False)
         return list(torch.autograd.grad((out * X).sum(), [x, *model.parameters()]))
 
-    with all_patched(model, "training"):
+    with all_patched(model, "training", composition=composition):
         close(run(), plain(model, run))
 
 

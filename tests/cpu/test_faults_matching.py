@@ -245,6 +245,18 @@ class TransposeMid(Base):
         return (h + 1).contiguous() * 2, torch.softmax((h + 1).transpose(1, 2), -1)
 
 
+@model(lambda: (random(4, 8, 16), random(4, 8, 1)))
+class MovedByAnother(Base):
+    """The first replacement moves `a` behind `b`, which belong to the second."""
+
+    def forward(self, x, y):
+        m = y * 3
+        s = x * 2
+        a = s + m
+        b = s.relu()
+        return a, b, m + 1
+
+
 @pytest.mark.parametrize(("name", "mode"), [(n, m) for n, (_, _, modes) in MODELS.items() for m in modes])
 def test_patched_equals_eager(name: str, mode: str) -> None:
     torch.manual_seed(0)
