@@ -268,7 +268,7 @@ def _conclude(
     elif not gains:
         verdict = (
             f"Keep the framework code: patched ({sites}), the model is {_times(speedup)} as fast as eager,"
-            f" and {max(config.min_gain, 1.0):.2f} is asked for."
+            f" and {_asked(speedup, config.min_gain)}."
         )
     elif rival.name == "eager":
         verdict = f"Patch it: {sites}: {_times(speedup)} as fast as eager, which is the best other way."
@@ -302,6 +302,11 @@ def _conclude(
     )
     final = best.backend.plan if accepted else plan.model_copy(update={"entries": []})
     return result, final
+
+
+def _asked(speedup: Interval, min_gain: float) -> str:
+    uncertain = speedup.mid >= min_gain and speedup.mid > 1.0
+    return "that is not certain to be faster" if uncertain else f"{max(min_gain, 1.0):.2f} is asked for"
 
 
 def _times(speedup: Interval) -> str:

@@ -26,6 +26,7 @@ from torch import nn
 
 from fusescout.capture.aten import to_aten
 from fusescout.capture.encode import encode_graph
+from fusescout.capture.recompute import run_eagerly
 from fusescout.compose import compose
 from fusescout.config import load
 from fusescout.contenders import contender_named
@@ -76,21 +77,35 @@ class Backend:
             number = self.counters.captures - 1
             if os.environ.get("FUSESCOUT_DISABLE", "") not in ("", "0"):
                 self.counters.fallbacks[f"graph {number}"] = "FUSESCOUT_DISABLE is set"
-                return module
+                return run_eagerly(module)
             try:
                 aten = to_aten(module, inputs)
                 graph = encode_graph(aten, number)
             except NotCapturable as error:
                 self.counters.fallbacks[f"graph {number}"] = error.reason
-                return compose(module, module, inputs, self.plan.composition)
+                return self._compose(number, module, module, inputs)
             entries = [e for e in self.plan.entries if self._ready(e)]
             done = rewrite(aten, graph, entries, lambda e, _: self._operators[e.id])
             for replacement in done:
                 self.counters.replaced[replacement.entry] = self.counters.replaced.get(replacement.entry, 0) + 1
             if not done:
                 self.counters.fallbacks.setdefault(f"graph {number}", "no chain of it is in the plan")
-                return compose(module, module, inputs, self.plan.composition)
-            return compose(module, aten, inputs, self.plan.composition)
+                return self._compose(number, module, module, inputs)
+            return self._compose(number, module, aten, inputs)
+
+    def _compose(
+        self, number: int, module: fx.GraphModule, rewritten: fx.GraphModule, inputs: list[Any]
+    ) -> Callable[..., Any]:
+        try:
+            return compose(module, rewritten, inputs, self.plan.composition)
+        except Exception as error:  # isolation boundary: the compiler may fail on any graph; the model must still run
+            if self.plan.composition == "eager":
+                raise
+            first = (str(error).strip().splitlines() or [""])[0]
+            self.counters.fallbacks[f"graph {number}"] = (
+                f"{self.plan.composition} failed with {type(error).__name__}: {first[:200]}; the graph runs eagerly"
+            )
+            return run_eagerly(rewritten)
 
     def _contender(self, name: str) -> Contender:
         return contender_named(name, self.plan.templates, cache_dir=self.cache_dir)
