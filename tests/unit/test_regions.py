@@ -169,3 +169,27 @@ def test_equal_layers_give_equal_keys(times: int) -> None:
     keys = [graph.subgraph(r.nodes)[0].key for r in find_regions(graph) if r.family == "gemm_epilogue"]
     assert len(keys) == times
     assert len(set(keys)) == 1
+
+
+def test_a_result_that_shares_memory_somebody_writes_is_no_region() -> None:
+    def fused(write: bool) -> bool:
+        b = Builder()
+        h = linear(b, b.input(spec(8, 16)), 8, 32, 16)
+        v = b.op("view", spec(4, 2, 32), h, (4, 2, 32))
+        y = b.op("mul", spec(4, 2, 32), v, 2.0)
+        if write:
+            b.op("add_", spec(4, 2, 32), v, 1.0, mutates=True)
+        z = b.op("sort", spec(8, 32), h)
+        return ("linear", "view", "mul") in chains(b.graph(y, z), "gemm_epilogue")
+
+    assert fused(False)
+    assert not fused(True)
+
+
+def test_a_random_draw_never_waits_for_a_region() -> None:
+    b = Builder()
+    x = b.input(spec(8, 16))
+    a = b.op("mul", spec(8, 16), x, 2.0)
+    dropped = b.op("dropout", spec(8, 16), a, 0.5, True)
+    c = b.op("add", spec(8, 16), a, 1.0)
+    assert not any({a, c} <= set(r.nodes) for r in find_regions(b.graph(c, dropped)))
