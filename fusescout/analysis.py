@@ -46,6 +46,7 @@ from fusescout.session import EndToEnd
 from fusescout.session import Environment
 from fusescout.session import Session
 from fusescout.tune import RaceResult
+from fusescout.tune import is_stored
 from fusescout.tune import race
 from fusescout.workerpool import Spare
 from fusescout.workload import Workload
@@ -159,7 +160,8 @@ def _race_all(
     ranking: Ranking, captured: Capture, device: Device, config: Config, on_event: OnEvent, folder: Path | None
 ) -> dict[str, RaceResult]:
     races: dict[str, RaceResult] = {}
-    ahead = compiling_ahead([c.subgraph for c in ranking.candidates], device, config)
+    unknown = [c.subgraph for c in ranking.candidates if not is_stored(c.subgraph, device, config)]
+    ahead = compiling_ahead(unknown, device, config)
     with tempfile.TemporaryDirectory(prefix="fusescout-") as scratch, Spare() as spare, ahead:
         for number, candidate in enumerate(ranking.candidates):
             on_event("race", number, len(ranking.candidates), " ".join(candidate.subgraph.chain))

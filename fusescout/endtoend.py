@@ -31,6 +31,8 @@ from fusescout.workload import Workload
 
 SAMPLE_S = 0.02
 """One sample lasts at least this long: clock and launch jitter stay below 1 % of it."""
+ENOUGH_ROUNDS, BUDGET_S = 12, 12.0
+"""After so many rounds and seconds the measurement ends: a slow model's rounds scatter less than a fast one's."""
 OnEvent = Callable[[str, int, int, str], None]
 
 
@@ -208,11 +210,15 @@ def measure(ways: list[Way], rounds: int, device: str, on_event: OnEvent) -> dic
         _synchronize(device)
         repeats[way.name] = max(1, round(SAMPLE_S / max(time.perf_counter() - start, 1e-6)))
     samples: dict[str, list[float]] = {way.name: [] for way in ways}
+    begin = time.perf_counter()
     for number in range(rounds):
+        if number >= ENOUGH_ROUNDS and time.perf_counter() - begin > BUDGET_S:
+            break
         on_event("end to end", number, rounds, "measuring")
         for way in ways if number % 2 == 0 else reversed(ways):
             count = repeats[way.name]
-            way.step()  # the way before it left other data in the caches
+            if count > 1:
+                way.step()  # the way before it left other data in the caches: not noticed in a call of 20 ms
             _synchronize(device)
             start = time.perf_counter()
             for _ in range(count):

@@ -248,6 +248,16 @@ def _reuse(cache: Cache, key: Key, bench: Bench) -> RaceResult | None:
     return None
 
 
+def is_stored(subgraph: Subgraph, device: Device, config: Config) -> bool:
+    """Whether an earlier run's result would be re-used, if its winner still verifies."""
+    from fusescout import numerics
+
+    if not config.use_cache:
+        return False
+    key = race_key(subgraph, device, config, numerics.current(), NAMES, gradients=False)
+    return Cache(config.cache_dir).get(key) is not None
+
+
 def race_key(
     subgraph: Subgraph,
     device: Device,
