@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,3 +213,19 @@ def test_two_patches_nest(model: nn.Module) -> None:
     assert model._compiled_call_impl is outer._ours
     outer.undo()
     assert model._compiled_call_impl is None
+
+
+def test_torch_compile_finds_the_back_end_and_carries_out_a_plan(model: nn.Module, tmp_path: Path) -> None:
+    plan = make_plan(model, X)
+    plan.save(tmp_path / "plan.json")
+    with torch.no_grad():
+        for given in (plan, str(tmp_path / "plan.json"), tmp_path):
+            torch._dynamo.reset()
+            compiled = torch.compile(model, backend="fusescout", options={"plan": given})
+            assert torch.equal(compiled(X)["y"], model(X)["y"])
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="it needs a plan"):
+            torch.compile(model, backend="fusescout")(X)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="does not know plam"):
+            torch.compile(model, backend="fusescout", options={"plan": plan, "plam": 1})(X)
