@@ -5,7 +5,6 @@ TileLang's cache key has no nvcc version and no device in it, so both are part o
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import subprocess
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from fusescout.device import Device
+from fusescout.environment import nvcc_path
+from fusescout.environment import nvcc_version
 from fusescout.errors import ContenderFailed
 from fusescout.template import Kernel
 
@@ -60,28 +61,6 @@ def cache_folder(cache_dir: Path, device: Device) -> Path:
 
     name = "-".join((tilelang.__version__, nvcc_version() or "no-nvcc", device.name, device.arch))
     return cache_dir / "tilelang" / re.sub(r"[^\w.-]+", "_", name)
-
-
-@functools.cache
-def nvcc_path() -> str | None:
-    """The CUDA compiler: from CUDA_HOME, the PATH or the usual place; None if there is none."""
-    import shutil
-
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    places = [f"{home}/bin/nvcc"] if home else []
-    places += [found] if (found := shutil.which("nvcc")) else []
-    return next((p for p in (*places, "/usr/local/cuda/bin/nvcc") if os.path.exists(p)), None)
-
-
-@functools.cache
-def nvcc_version() -> str | None:
-    """Release of nvcc, such as "13.0"."""
-    path = nvcc_path()
-    if path is None:
-        return None
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    found = re.search(r"release ([\d.]+)", done.stdout)
-    return found[1] if found else None
 
 
 @dataclass(frozen=True, slots=True)

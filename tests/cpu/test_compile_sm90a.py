@@ -8,8 +8,8 @@ from template_cases import Case
 from template_cases import randn
 
 from fusescout.contenders.compile_cuda import cubin_report
-from fusescout.contenders.compile_cuda import nvcc_path
 from fusescout.device import Device
+from fusescout.environment import nvcc_path
 from fusescout.registry import load
 
 pytestmark = pytest.mark.skipif(nvcc_path() is None, reason="nvcc is not installed")

@@ -11,8 +11,8 @@ import pytest
 from fusescout.templates.dialect import PRELUDE_CUDA_FAST
 from template_cases import ROWWISE
 
-from fusescout.contenders.compile_cuda import nvcc_path
 from fusescout.device import Device
+from fusescout.environment import nvcc_path
 from fusescout.registry import load
 
 EMULATED = """#include <math.h>
