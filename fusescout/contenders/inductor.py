@@ -1,7 +1,7 @@
 """What `torch.compile` makes of the sub-graph: Inductor's code, without Dynamo in front.
 
-The sub-graph is captured already. Dynamo's guards would cost each call 40 µs of host time where a plan uses this
-contender (25 sites made BERT slower than eager on an H200), and would make it look slower than it is inside a model.
+The sub-graph is captured already. With Dynamo's guards in front of 25 such sites, BERT-base 32x512 in bf16 took 8.44 ms
+where eager took 7.94 (H200, torch 2.11), though each chain by itself was faster.
 """
 
 from __future__ import annotations
