@@ -78,12 +78,14 @@ def rank(
     """
     groups: dict[tuple[str, str], list[tuple[Region, Graph]]] = defaultdict(list)
     cut: dict[tuple[str, str], tuple[Subgraph, tuple[str, ...]]] = {}
+    covered: set[tuple[int, str]] = set()
     for graph in graphs:
         for region in find_regions(graph):
+            covered |= {(graph.index, name) for name in region.nodes}
             subgraph, inputs = graph.subgraph(region.nodes)
-            name = (region.family, subgraph.key)
-            groups[name].append((region, graph))
-            cut.setdefault(name, (subgraph, inputs))
+            group = (region.family, subgraph.key)
+            groups[group].append((region, graph))
+            cut.setdefault(group, (subgraph, inputs))
 
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
@@ -99,7 +101,7 @@ def rank(
     candidates.sort(key=lambda c: (-c.gain_us, c.key))
     late = f"{top} candidates could give more; raise --top to race it too."
     rejections += [_reject(candidate, "below-threshold", late) for candidate in candidates[top:]]
-    rejections += _uncovered(graphs, node_time_us, step_us)
+    rejections += _uncovered(graphs, covered, node_time_us, step_us)
     rejections.sort(key=lambda r: -r.time_us)
     return Ranking(tuple(candidates[:top]), tuple(rejections))
 
@@ -195,13 +197,17 @@ def _reject(candidate: Candidate, code: str, reason: str) -> Rejection:
     )
 
 
-def _uncovered(graphs: Sequence[Graph], node_time_us: Callable[[int, str], float], step_us: float) -> list[Rejection]:
+def _uncovered(
+    graphs: Sequence[Graph],
+    covered: set[tuple[int, str]],
+    node_time_us: Callable[[int, str], float],
+    step_us: float,
+) -> list[Rejection]:
     """Operators that cost at least 1 % of the step and lie in no region, grouped by operator and shape."""
     rows: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
     for graph in graphs:
-        covered = {n for r in find_regions(graph) for n in r.nodes}
         for node in graph.nodes:
-            if node.is_op and node.name not in covered and op_class(node.target) != "view":
+            if node.is_op and (graph.index, node.name) not in covered and op_class(node.target) != "view":
                 rows[node.target, str(node.out)].append((node.module, node_time_us(graph.index, node.name)))
     found = []
     for (target, _), members in rows.items():

@@ -8,15 +8,11 @@ luckiest of many noisy times wins nothing, and checked once more.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
-import shutil
-import subprocess
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import field
-from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +24,10 @@ from fusescout.candidates import lower_bound
 from fusescout.config import Config
 from fusescout.contenders import NAMES
 from fusescout.device import Device
+from fusescout.environment import cxx_version
+from fusescout.environment import driver_version
+from fusescout.environment import nvcc_version
+from fusescout.environment import package_version
 from fusescout.heats import FAILURE
 from fusescout.heats import Bench
 from fusescout.heats import Entry
@@ -286,23 +286,7 @@ def race_key(
     )
 
 
-@lru_cache(maxsize=1)
-def _tools() -> dict[str, str]:
+def _tools() -> dict[str, str | None]:
     """Versions of what generates and runs code."""
-    found = {}
-    for package in ("torch", "triton", "tilelang"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = ""
-    queries = {
-        "g++": ["g++", "--version"],
-        "nvcc": ["nvcc", "--version"],
-        "driver": ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-    }
-    for name, command in queries.items():
-        found[name] = ""
-        if shutil.which(command[0]):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-            found[name] = done.stdout.strip()
-    return found
+    found = {package: package_version(package) for package in ("torch", "triton", "tilelang")}
+    return found | {"g++": cxx_version(), "nvcc": nvcc_version(), "driver": driver_version()}
