@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fusescout.contenders import repro
@@ -46,7 +47,11 @@ class Inductor:
         return [{"mode": mode} for mode in modes]
 
     def build(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> Built:
-        """Compile for the captured shapes and run once."""
+        """Compile for the captured shapes and run once.
+
+        A patch builds it while Dynamo captures the model. In Dynamo's tracing context the example's sizes would become
+        symbols of that capture which come from no input, and torch 2.11 then fails to make its guards.
+        """
         from torch import _inductor
         from torch._inductor.utils import fresh_cache
 
@@ -55,7 +60,7 @@ class Inductor:
         example = InputSource(graph, None, device.kind, 0).make("normal")
         start = time.perf_counter()
         try:
-            with cache() if self.cold else nullcontext(), torch.no_grad():
+            with cache() if self.cold else nullcontext(), torch.no_grad(), tracing(None):
                 traced = make_fx(lambda *inputs: list(reference(inputs)), tracing_mode="fake", pre_dispatch=True)(
                     *example
                 )

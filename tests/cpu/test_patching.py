@@ -229,3 +229,24 @@ def test_torch_compile_finds_the_back_end_and_carries_out_a_plan(model: nn.Modul
         torch._dynamo.reset()
         with pytest.raises(Exception, match="does not know plam"):
             torch.compile(model, backend="fusescout", options={"plan": plan, "plam": 1})(X)
+
+
+def test_inductor_is_built_outside_of_the_capture_that_it_serves(model: nn.Module, monkeypatch: Any) -> None:
+    """In Dynamo's tracing context the example's sizes became symbols without a source, and torch 2.11 refused."""
+    contexts = []
+    compile_fx = torch._inductor.compile_fx.compile_fx
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        contexts.append(torch._guards.TracingContext.try_get())
+        return compile_fx(*args, **kwargs)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", spy)
+    plan = make_plan(model, X, families=("rowwise",))
+    entries = [e.model_copy(update={"contender": "inductor", "variant": {"mode": "default"}}) for e in plan.entries]
+    with torch.no_grad():
+        expected = model(X)["y"]
+        with patched(model, plan.model_copy(update={"entries": entries})) as handle:
+            torch.testing.assert_close(model(X)["y"], expected)
+    assert handle.counters.sites > 0
+    assert contexts == [None] * len(contexts)
+    assert contexts
