@@ -23,6 +23,7 @@ from fusescout.candidates import rank
 from fusescout.capture import Capture
 from fusescout.capture import activations
 from fusescout.capture import capture
+from fusescout.ceilings import best_seen
 from fusescout.config import Config
 from fusescout.contenders import all_contenders
 from fusescout.decide import Decision
@@ -84,14 +85,22 @@ def run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | No
         on_event: hears (stage, done, total, detail).
         folder: where the trace and the kernels' repro scripts go; None keeps neither.
     """
+    with Spare() as spare:
+        return _run(workload, config, on_event, folder, spare)
+
+
+def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | None, spare: Spare) -> Outcome:
     clock = _Clock()
     kind = workload.device.split(":")[0]
-    on_event("device", 0, 0, "measuring its ceilings")
-    with clock.stage("device"):
-        device = measure_device(kind, (workload.dtype,))
+    spare.start()
     on_event("capture", 0, 0, workload.name)
     with clock.stage("capture"):
         captured = capture(workload)
+        if kind == "cpu":
+            spare.settle()  # what is measured next must have the cores to itself
+    on_event("device", 0, 0, "measuring its ceilings")
+    with clock.stage("device"):
+        device = best_seen(measure_device(kind, (workload.dtype,)), config.cache_dir)
     on_event("profile", 0, 0, f"{len(captured.graphs)} graphs")
     with clock.stage("profile"):
         trace = folder / "trace.json.gz" if folder else None
@@ -109,7 +118,7 @@ def run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | No
             config.top,
         )
     with clock.stage("race"):
-        races = _race_all(ranking, captured, device, config, on_event, folder)
+        races = _race_all(ranking, captured, device, config, on_event, folder, spare)
     decisions = {
         c.id: decide(c, races[c.id].contenders, races[c.id].samples, config.threshold) for c in ranking.candidates
     }
@@ -157,12 +166,18 @@ def _refusal(device: Device, config: Config) -> Any:
 
 
 def _race_all(
-    ranking: Ranking, captured: Capture, device: Device, config: Config, on_event: OnEvent, folder: Path | None
+    ranking: Ranking,
+    captured: Capture,
+    device: Device,
+    config: Config,
+    on_event: OnEvent,
+    folder: Path | None,
+    spare: Spare,
 ) -> dict[str, RaceResult]:
     races: dict[str, RaceResult] = {}
     unknown = [c.subgraph for c in ranking.candidates if not is_stored(c.subgraph, device, config)]
     ahead = compiling_ahead(unknown, device, config)
-    with tempfile.TemporaryDirectory(prefix="fusescout-") as scratch, Spare() as spare, ahead:
+    with tempfile.TemporaryDirectory(prefix="fusescout-") as scratch, ahead:
         for number, candidate in enumerate(ranking.candidates):
             on_event("race", number, len(ranking.candidates), " ".join(candidate.subgraph.chain))
             site = candidate.sites[0]

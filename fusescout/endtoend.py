@@ -31,7 +31,7 @@ from fusescout.workload import Workload
 
 SAMPLE_S = 0.02
 """One sample lasts at least this long: clock and launch jitter stay below 1 % of it."""
-ENOUGH_ROUNDS, BUDGET_S = 12, 12.0
+ENOUGH_ROUNDS, BUDGET_S = 10, 8.0
 """After so many rounds and seconds the measurement ends: a slow model's rounds scatter less than a fast one's."""
 OnEvent = Callable[[str, int, int, str], None]
 
@@ -46,6 +46,7 @@ class Way:
     compile_s: float
     backend: Backend | None = None
     composition: Composition | None = None
+    peak_bytes: int | None = None
 
 
 def compare(
@@ -173,7 +174,20 @@ def _warm(name: str, workload: Workload, model: Any) -> Way:
         _synchronize(workload.device)
         compile_s = time.perf_counter() - start
         step()
-    return Way(name, model, step, compile_s)
+        peak_bytes = _peak_bytes(step, workload.device)
+    return Way(name, model, step, compile_s, peak_bytes=peak_bytes)
+
+
+def _peak_bytes(step: Callable[[], Any], device: str) -> int | None:
+    """Most memory one step holds beyond what is held before it. A CUDA graph's own pool is held all the time."""
+    if not device.startswith("cuda"):
+        return None
+    _synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    step()
+    _synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _untouched(workload: Workload) -> AbstractContextManager[None]:
@@ -241,7 +255,9 @@ def _conclude(
     noise = ratio(eager, samples["eager again"])
     patched = [w for w in ways if w.backend is not None]
     rivals = [
-        Rival(name=w.name, time=median_interval(samples[w.name]), compile_s=w.compile_s)
+        Rival(
+            name=w.name, time=median_interval(samples[w.name]), compile_s=w.compile_s, peak_bytes=w.peak_bytes
+        )
         for w in ways
         if w.name not in ("eager", "eager again")
     ] + failed

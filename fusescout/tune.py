@@ -47,6 +47,8 @@ ROUNDS = {"quick": (15, 1.0), "default": (30, 3.0), "max": (60, 8.0)}
 """Rounds and seconds of the final measurement."""
 OnEvent = Callable[[str, int, int, str], None]
 _HERE = Path(__file__).parent
+YARDSTICKS = ("bare",)
+"""Timed with the others, checked by nobody and never a winner: they compute only a part of the chain."""
 _SOURCES = ("heats", "inputs", "measure", "reference", "tolerance", "tune", "verify", "worker")
 
 
@@ -167,12 +169,15 @@ def _run(
         return RaceResult((_result(eager), *rest))
     entries = [eager, again]
     for k, name in enumerate(names[1:], 1):
+        if name in YARDSTICKS:
+            entries.append(bench.entry(name, {}))
+            continue
         tell = lambda text, k=k, name=name: on_event("race", k, total, f"{name}: {text}")  # noqa: E731
         entries.append(heat(bench, eager, name, config.effort, config.jobs, TIMING, tell))
     on_event("race", total - 1, total, "final measurement of the best variants")
     samples, policy = final(bench, entries, FRESH, *ROUNDS[config.effort])
     for entry in entries[2:]:
-        if entry.status == "ok" and samples.get(entry.contender):
+        if entry.status == "ok" and samples.get(entry.contender) and entry.contender not in YARDSTICKS:
             bench.check(entry, "quick")  # timing may have met what the first check did not
     _refuse_impossible(entries, samples, subgraph, device)
     bound_us = lower_bound(subgraph, device)[0]
@@ -184,6 +189,8 @@ def _run(
         if times:
             facts["time"] = median_interval(times)
             facts["bound_share"] = bound_us / median(times)
+        if entry.contender in YARDSTICKS:
+            facts["status"] = "yardstick" if times else entry.status
         results.append(_result(entry, **facts))
     noise = ratio(samples["eager"], samples["eager again"]) if samples.get("eager again") else None
     kept = {r.name: samples[r.name] for r in results if r.status == "ok" and samples.get(r.name)}
@@ -199,7 +206,8 @@ def _refuse_impossible(
     if not samples or impossible(median(samples["eager"]), subgraph, device):
         return
     for entry in entries[2:]:
-        times = samples.get(entry.contender) if entry.status == "ok" else None
+        fit = entry.status == "ok" and entry.contender not in YARDSTICKS
+        times = samples.get(entry.contender) if fit else None
         if times and (why := impossible(median(times), subgraph, device)):
             entry.fail("failed", f"Suspiciously fast: {why}.")
 
@@ -242,6 +250,8 @@ def _reuse(cache: Cache, key: Key, bench: Bench) -> RaceResult | None:
     except (ValueError, KeyError, TypeError):
         stored = RaceResult(())
     winner = stored.fastest
+    if winner is not None and winner.name == "eager":
+        return stored  # nothing would be replaced, so there is nothing to verify
     if winner is not None and bench.check(bench.entry(winner.name, winner.variant), "quick"):
         return stored
     cache.drop(key)

@@ -22,12 +22,15 @@ from pathlib import Path
 from typing import IO
 from typing import Any
 
+from fusescout.contenders import PEERS
 from fusescout.contenders import all_contenders
+from fusescout.contenders import contender_named
 from fusescout.contenders.base import Built
 from fusescout.contenders.base import Contender
 from fusescout.device import Device
 from fusescout.errors import ContenderFailed
 from fusescout.ir import Subgraph
+from fusescout.registry import load
 
 
 class Refused(Exception):
@@ -49,6 +52,10 @@ class Session:
 
     def __init__(self) -> None:
         self.handles: dict[int, _Handle] = {}
+
+    def ready(self) -> dict[str, Any]:
+        """Answer, which says that all imports are done."""
+        return {"pid": os.getpid()}
 
     def open(
         self,
@@ -95,8 +102,6 @@ class Session:
     ) -> dict[str, Any]:
         """Compile the TileLang variants of many sub-graphs in threads into the disk cache; the race shows failures."""
         from concurrent.futures import ThreadPoolExecutor
-
-        from fusescout.contenders import contender_named
 
         where = Device(**device)
         made = contender_named("tilelang", templates, cache_dir=Path(cache_dir))
@@ -163,6 +168,8 @@ class Session:
             self.handles.pop(handle, None)
 
     def _contender(self, name: str) -> Contender:
+        if name in PEERS and name not in self.contenders:
+            self.contenders[name] = contender_named(name, cold=True)
         found = self.contenders[name]
         if isinstance(found, str):
             raise Refused("unsupported", found)
@@ -180,7 +187,7 @@ class Session:
         return lambda inputs: gradients(run, inputs, wanted)
 
 
-REQUESTS = ("open", "compile_ahead", "variants", "build", "check", "time", "describe", "drop")
+REQUESTS = ("ready", "open", "compile_ahead", "variants", "build", "check", "time", "describe", "drop")
 
 
 def serve(requests: IO[str], answers: IO[str]) -> None:
@@ -240,6 +247,8 @@ def main() -> None:
     os.dup2(2, 1)
     if os.getpgid(0) == os.getpid():
         threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
+    all_contenders(())  # imports take seconds: a worker that was started ahead does them before it is asked
+    load([])
     serve(requests, answers)
     sys.stderr.flush()
     os._exit(0)  # atexit hooks of a broken CUDA context can hang

@@ -127,6 +127,16 @@ class Spare:
     def __init__(self) -> None:
         self._idle: Worker | None = None
 
+    def start(self) -> None:
+        """Start a worker ahead: it imports torch and TileLang, 4 s of one core, while the caller does other things."""
+        self._idle = self.take()
+
+    def settle(self) -> None:
+        """Wait until a worker that was started ahead no longer needs a core."""
+        if self._idle is not None:
+            with suppress(WorkerRefused, WorkerTimeout, WorkerDied):  # the race will start another and say why
+                self._idle.call("ready", STARTUP_S)
+
     def take(self) -> Worker:
         """The idle worker if it lives, else a new one."""
         idle, self._idle = self._idle, None

@@ -16,6 +16,13 @@ CLASSES = {
     "tilelang": "fusescout.contenders.tilelang:TileLang",
 }
 NAMES = tuple(CLASSES)
+PEERS = {
+    "bare": "fusescout.contenders.bare:Bare",
+    "inductor-autotune": "fusescout.contenders.inductor_modes:Autotune",
+    "inductor-default": "fusescout.contenders.inductor_modes:Default",
+    "liger": "fusescout.contenders.liger:Liger",
+}
+"""What a bench races besides. None of them gets into a plan."""
 
 
 def contender_named(
@@ -24,24 +31,26 @@ def contender_named(
     """Make one contender.
 
     Args:
-        name: one of `NAMES`.
+        name: one of `NAMES` or `PEERS`.
         templates: more template folders, for those that use templates.
-        cold: let Inductor compile without a warm cache, so that its compile time means something.
+        cold: let Inductor keep what it compiles under `cache_dir`, apart from what this user compiled before, so that
+            its compile time means something.
         cache_dir: keeps compiled kernels; by default the user's cache folder.
 
     Raises:
         ContenderFailed: there is none of this name, or a package it needs is missing.
     """
-    if name not in CLASSES:
-        raise ContenderFailed(f"There is no contender {name}; there are {', '.join(NAMES)}.")
-    module, attribute = CLASSES[name].split(":")
+    known = CLASSES | PEERS
+    if name not in known:
+        raise ContenderFailed(f"There is no contender {name}; there are {', '.join(known)}.")
+    module, attribute = known[name].split(":")
     try:
         made = getattr(import_module(module), attribute)
     except ImportError as error:
         raise ContenderFailed(f"{name} needs a package that can't be imported ({error}).") from error
     if name == "tilelang":
         return made(tuple(templates), cache_dir)  # type: ignore[no-any-return]
-    return made(cold=cold) if name == "inductor" else made()  # type: ignore[no-any-return]
+    return made(cold=cold) if name.startswith("inductor") else made()  # type: ignore[no-any-return]
 
 
 def all_contenders(

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fusescout.device import Device
 from fusescout.session import write_atomic
-from fusescout.template import Kernel
 
 
-def cold_seconds(cache_dir: Path, kernel: Kernel, device: Device, measured_s: float) -> float:
-    """The longest time that compiling this kernel was ever seen to take with this cache, in seconds."""
-    text = json.dumps([kernel.source, dict(kernel.pass_configs), device.name, device.arch], sort_keys=True, default=str)
+def cold_seconds(cache_dir: Path, what: Sequence[Any], device: Device, measured_s: float) -> float:
+    """The longest time that compiling this was ever seen to take with this cache, in seconds.
+
+    Args:
+        cache_dir: where it is remembered.
+        what: all that tells this code from other code, as plain data.
+        device: the device it was compiled for.
+        measured_s: what it took now.
+    """
+    text = json.dumps([*what, device.name, device.arch], sort_keys=True, default=str)
     file = cache_dir / "compile_seconds" / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     known_s = 0.0
     with suppress(OSError, ValueError, TypeError):  # absent or damaged: this compilation is all that is known

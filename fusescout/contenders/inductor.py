@@ -6,13 +6,19 @@ where eager took 7.94 (H200, torch 2.11), though each chain by itself was faster
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import time
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from platformdirs import user_cache_dir
 from torch import Tensor
 from torch._guards import tracing
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fusescout.contenders import repro
 from fusescout.contenders.base import Built
 from fusescout.contenders.base import Upkeep
+from fusescout.contenders.compile_seconds import cold_seconds
 from fusescout.device import Device
 from fusescout.errors import ContenderFailed
 from fusescout.inputs import InputSource
@@ -33,13 +40,16 @@ class Inductor:
     """Inductor with the modes that keep launches comparable.
 
     Args:
-        cold: compile in a cache folder of its own, so that `compile_s` is what a user pays the first time.
+        cold: compile in a cache folder of the chain's own, so that `compile_s` is what a user pays the first time: it
+            is the longest time seen with `cache_dir`, since a later run finds that folder filled.
+        cache_dir: holds those folders; by default the user's cache folder.
     """
 
     name = "inductor"
 
-    def __init__(self, cold: bool = False) -> None:
+    def __init__(self, cold: bool = False, cache_dir: Path | None = None) -> None:
         self.cold = cold
+        self.cache_dir = cache_dir or Path(user_cache_dir("fusescout"))
 
     def variants(self, graph: Subgraph, device: Device, effort: str) -> list[Mapping[str, Any]] | str:
         # max-autotune costs a minute a chain on CUDA, so it is raced only when asked for.
@@ -53,14 +63,13 @@ class Inductor:
         symbols of that capture which come from no input, and torch 2.11 then fails to make its guards.
         """
         from torch import _inductor
-        from torch._inductor.utils import fresh_cache
 
-        cache: Any = fresh_cache
+        what = [graph.key, variant["mode"], torch.__version__]
         reference = build(graph)
         example = InputSource(graph, None, device.kind, 0).make("normal")
         start = time.perf_counter()
         try:
-            with cache() if self.cold else nullcontext(), torch.no_grad(), tracing(None):
+            with self._own_cache(what), torch.no_grad(), tracing(None):
                 traced = make_fx(lambda *inputs: list(reference(inputs)), tracing_mode="fake", pre_dispatch=True)(
                     *example
                 )
@@ -73,7 +82,31 @@ class Inductor:
         def run(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             return tuple(compiled(*inputs))
 
-        return Built(run, time.perf_counter() - start)
+        compile_s = time.perf_counter() - start
+        return Built(run, cold_seconds(self.cache_dir, what, device, compile_s) if self.cold else compile_s)
+
+    @contextmanager
+    def _own_cache(self, what: list[str]) -> Iterator[None]:
+        """Point Inductor and Triton to the chain's own folder, if this contender compiles cold."""
+        if not self.cold:
+            yield
+            return
+        from torch._inductor.utils import clear_caches
+
+        folder = self.cache_dir / "inductor" / hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24]
+        places = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
+        before = {name: os.environ.get(name) for name in places}
+        clear_caches()  # what is in memory belongs to another folder
+        os.environ.update(places)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+            clear_caches()
 
     def upkeep(self, graph: Subgraph, variant: Mapping[str, Any]) -> Upkeep:
         return Upkeep(1, ("torch.compile",), ("cpu", "cuda"))

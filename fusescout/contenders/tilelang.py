@@ -69,7 +69,8 @@ class TileLang:
         start = time.perf_counter()
         kernel = self.kernel(graph, variant, device)
         launch = self._compile(kernel, device)
-        compile_s = cold_seconds(self.cache_dir, kernel, device, time.perf_counter() - start)
+        what = [kernel.source, dict(kernel.pass_configs)]
+        compile_s = cold_seconds(self.cache_dir, what, device, time.perf_counter() - start)
         return Built(bind(graph, kernel, launch, device), compile_s, kernel.source)
 
     def kernel(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> Kernel:
