@@ -82,7 +82,10 @@ class _Bench:
 
     def __init__(self, workload: Workload, config: Config, judge: ModelJudge, on_event: OnEvent) -> None:
         self.workload, self.config, self.judge, self.on_event = workload, config, judge, on_event
-        self.ways = [Way(name, workload.model, _stepper(workload), 0.0) for name in ("eager", "eager again")]
+        step = _stepper(workload)
+        with _untouched(workload):
+            peak_bytes = _peak_bytes(step, workload.device)
+        self.ways = [Way(name, workload.model, step, 0.0, peak_bytes=peak_bytes) for name in ("eager", "eager again")]
         self.failed: list[Rival] = []
         self.dropped: list[str] = []
 
@@ -255,9 +258,7 @@ def _conclude(
     noise = ratio(eager, samples["eager again"])
     patched = [w for w in ways if w.backend is not None]
     rivals = [
-        Rival(
-            name=w.name, time=median_interval(samples[w.name]), compile_s=w.compile_s, peak_bytes=w.peak_bytes
-        )
+        Rival(name=w.name, time=median_interval(samples[w.name]), compile_s=w.compile_s, peak_bytes=w.peak_bytes)
         for w in ways
         if w.name not in ("eager", "eager again")
     ] + failed
@@ -270,7 +271,14 @@ def _conclude(
         )
         verdict = f"Keep the framework code. {why}; eager takes {_ms(baseline)}."
         return (
-            EndToEnd(baseline=baseline, noise=noise, rivals=rivals, dropped=dropped, verdict=verdict),
+            EndToEnd(
+                baseline=baseline,
+                baseline_peak_bytes=ways[0].peak_bytes,
+                noise=noise,
+                rivals=rivals,
+                dropped=dropped,
+                verdict=verdict,
+            ),
             plan.model_copy(update={"entries": []}),
         )
     best = min(patched, key=lambda w: median_interval(samples[w.name]).mid)
@@ -320,6 +328,9 @@ def _conclude(
         sites_patched=best.backend.counters.sites if accepted else 0,
         dropped=dropped,
         rivals=rivals,
+        baseline_peak_bytes=ways[0].peak_bytes,
+        rival=rival.name,
+        speedup_over_rival=over_rival,
         verdict=verdict,
     )
     final = best.backend.plan if accepted else plan.model_copy(update={"entries": []})

@@ -96,7 +96,7 @@ class Bench:
         """Have the entry ready in the current worker."""
         if self._worker is not None and self._worker.alive and entry.handle in self._built:
             return
-        limit = COMPILE_S if entry.contender == "inductor" else self.deadline_s + 30
+        limit = COMPILE_S if entry.contender.startswith("inductor") else self.deadline_s + 30
         found = self.call("build", limit, contender=entry.contender, variant=entry.variant, handle=entry.handle)
         self._built.add(entry.handle)
         entry.source = found["source"]

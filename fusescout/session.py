@@ -18,7 +18,9 @@ from pydantic import ValidationError
 
 from fusescout.errors import SessionUnreadable
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE = (1, SCHEMA_VERSION)
+"""Version 1 lacks fields that have defaults: what the ways to run the model hold in memory, and the best rival."""
 
 
 class Record(BaseModel):
@@ -219,6 +221,8 @@ class Rival(Record):
     time: Interval | None = None
     compile_s: float = 0.0
     reason: str = ""
+    peak_bytes: int | None = None
+    """Most device memory that one step held beyond what was held before it; None where it can't be told (CPU)."""
 
 
 class EndToEnd(Record):
@@ -229,6 +233,11 @@ class EndToEnd(Record):
     speedup: Interval | None = None
     noise: Interval | None = None
     """A/A run: the same model against itself."""
+    baseline_peak_bytes: int | None = None
+    """As `Rival.peak_bytes`, of eager."""
+    rival: str = ""
+    """The fastest way besides the patched ones."""
+    speedup_over_rival: Interval | None = None
     verified: bool = False
     error: ErrorStats | None = None
     composition: str = "eager"
@@ -274,12 +283,12 @@ class Session(Record):
         except ValueError as error:
             raise SessionUnreadable(str(file), f"it is not JSON ({error})") from error
         version = raw.get("schema_version") if isinstance(raw, dict) else None
-        if version != SCHEMA_VERSION:
+        if version not in READABLE:
             raise SessionUnreadable(
-                str(file), f"its schema_version is {version!r}, this FuseScout reads {SCHEMA_VERSION}"
+                str(file), f"its schema_version is {version!r}, this FuseScout reads {' and '.join(map(str, READABLE))}"
             )
         try:
-            return cls.model_validate(raw)
+            return cls.model_validate(raw | {"schema_version": SCHEMA_VERSION})
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])

@@ -78,7 +78,8 @@ class Session:
         self.graph, self.device = Subgraph.from_json(subgraph), Device(**device)
         self.gradients, self.handles = gradients, {}
         self._free()
-        self.contenders = all_contenders(templates, cold=True, cache_dir=Path(cache_dir))
+        self.cache_dir = Path(cache_dir)
+        self.contenders = all_contenders(templates, cold=True, cache_dir=self.cache_dir)
         if not compile_only:
             from fusescout.verify import Verifier
 
@@ -169,7 +170,7 @@ class Session:
 
     def _contender(self, name: str) -> Contender:
         if name in PEERS and name not in self.contenders:
-            self.contenders[name] = contender_named(name, cold=True)
+            self.contenders[name] = contender_named(name, cold=True, cache_dir=self.cache_dir)
         found = self.contenders[name]
         if isinstance(found, str):
             raise Refused("unsupported", found)

@@ -11,6 +11,7 @@ import typer
 from fusescout import __version__
 from fusescout.cli import analyze
 from fusescout.cli import apply
+from fusescout.cli import bench
 from fusescout.cli import doctor
 from fusescout.cli import report
 from fusescout.cli import templates
@@ -64,6 +65,7 @@ app.command("analyze", context_settings=STOPS_AT_TARGET, epilog=EPILOG)(analyze.
 app.command("report")(report.report)
 app.command("apply", context_settings=STOPS_AT_TARGET)(apply.apply)
 app.add_typer(templates.app, name="templates")
+app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 
 

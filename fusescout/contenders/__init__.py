@@ -50,7 +50,7 @@ def contender_named(
         raise ContenderFailed(f"{name} needs a package that can't be imported ({error}).") from error
     if name == "tilelang":
         return made(tuple(templates), cache_dir)  # type: ignore[no-any-return]
-    return made(cold=cold) if name.startswith("inductor") else made()  # type: ignore[no-any-return]
+    return made(cold=cold, cache_dir=cache_dir) if name.startswith("inductor") else made()  # type: ignore[no-any-return]
 
 
 def all_contenders(

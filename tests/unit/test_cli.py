@@ -104,7 +104,7 @@ def test_analyze_writes_the_run_folder_and_prints_the_report(fake: Fake, tmp_pat
 
 def test_json_is_exactly_one_document(fake: Fake, capfd: Any) -> None:
     assert cli.main(["analyze", "--json", "model.py"]) == 0
-    assert json.loads(capfd.readouterr().out)["schema_version"] == 1
+    assert json.loads(capfd.readouterr().out)["schema_version"] == 2
 
 
 def test_options_reach_the_configuration(fake: Fake) -> None:

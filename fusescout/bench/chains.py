@@ -1,0 +1,150 @@
+"""The chains of `cases.py` as people write them in PyTorch. Each takes tensors and gives a tensor or a tuple."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+HEAD_WIDTH = 64
+GROUPS = 32
+
+
+def bare(x: Tensor, w: Tensor) -> Tensor:
+    return F.linear(x, w)
+
+
+def bias_gelu_tanh(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(F.linear(x, w, b), approximate="tanh")
+
+
+def bias_gelu_erf(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(F.linear(x, w, b))
+
+
+def bias_relu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.relu(F.linear(x, w, b))
+
+
+def silu(x: Tensor, w: Tensor) -> Tensor:
+    return F.silu(F.linear(x, w))
+
+
+def bias_residual(x: Tensor, w: Tensor, b: Tensor, residual: Tensor) -> Tensor:
+    return F.linear(x, w, b) + residual
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+def geglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(F.linear(x, gate), approximate="tanh") * F.linear(x, up)
+
+
+def swiglu_packed(x: Tensor, both: Tensor) -> Tensor:
+    gate, up = F.linear(x, both).chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w, b)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Pre-norm residual stream: the sum is needed again."""
+    total = x + residual
+    return F.layer_norm(total, total.shape[-1:], w, b), total
+
+
+def rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], w, 1e-6)
+
+
+def llama_rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    """Llama's casts: statistics in float32, back to the input's dtype, then the scale."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return w * wide.to(x.dtype)
+
+
+def gemma_rms_norm(x: Tensor, w: Tensor) -> Tensor:
+    """Gemma's casts: scaled by one plus the weight in float32, then back."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (wide * (1.0 + w.float())).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return llama_rms_norm(total, w), total
+
+
+def softmax(x: Tensor) -> Tensor:
+    return F.softmax(x, dim=-1)
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    return F.log_softmax(x, dim=-1)
+
+
+def scaled_masked_softmax(scores: Tensor, mask: Tensor) -> Tensor:
+    scores = scores * (1.0 / math.sqrt(HEAD_WIDTH))
+    return F.softmax(scores.masked_fill(mask, torch.finfo(scores.dtype).min), dim=-1)
+
+
+def new_gelu(x: Tensor) -> Tensor:
+    """GPT-2's GELU, in eight operators."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def bias_gelu_tanh_only(x: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(x + b, approximate="tanh")
+
+
+def scale_shift_add_relu(x: Tensor, scale: Tensor, shift: Tensor, residual: Tensor) -> Tensor:
+    return F.relu(x * scale + shift + residual)
+
+
+def transposed_add_gelu(x: Tensor, other: Tensor) -> Tensor:
+    return F.gelu(x + other)
+
+
+def rope(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding as `transformers` spells it for Llama."""
+    first, second = q[..., : q.shape[-1] // 2], q[..., q.shape[-1] // 2 :]
+    return q * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), labels)
+
+
+def group_norm_silu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.silu(F.group_norm(x, GROUPS, w, b))
+
+
+def instance_norm_relu(x: Tensor) -> Tensor:
+    return F.relu(F.instance_norm(x))
+
+
+def conv_bn_relu(x: Tensor, w: Tensor, mean: Tensor, var: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    y = F.conv2d(x, w, padding=w.shape[-1] // 2)
+    return F.relu(F.batch_norm(y, mean, var, scale, shift))
+
+
+def conv_bn_add_relu(
+    x: Tensor, w: Tensor, mean: Tensor, var: Tensor, scale: Tensor, shift: Tensor, residual: Tensor
+) -> Tensor:
+    y = F.conv2d(x, w, padding=w.shape[-1] // 2)
+    return F.relu(F.batch_norm(y, mean, var, scale, shift) + residual)
+
+
+def gelu_mean_pool(x: Tensor) -> Tensor:
+    return F.gelu(x).mean((2, 3))

@@ -1,0 +1,90 @@
+"""`fusescout bench`: the kernels of every family on known shapes, and a suite of whole models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fusescout.cli import options
+from fusescout.errors import EXIT_OK
+from fusescout.errors import UsageProblem
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure kernels, and whole models.")
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="All numbers; written again after every line.")
+]
+
+
+@app.command()
+def kernels(
+    context: typer.Context,
+    family: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this family; may be given again.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Only cases whose name holds this; may be given again.")
+    ] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option(metavar="quick|full|all", help="Which sizes. [default: full on a GPU, quick on a CPU]"),
+    ] = None,
+    limit_s: Annotated[
+        float | None, typer.Option("--limit-s", metavar="X", help="Begin no further case after so many seconds.")
+    ] = None,
+    json_file: JsonFile = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    effort: options.Effort = None,
+    templates: options.Templates = None,
+    cache_dir: options.CacheDir = None,
+    deadline_s: options.Deadline = None,
+    jobs: options.Jobs = None,
+    seed: options.Seed = None,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> int:
+    """Race every kernel family on known shapes: one table for each.
+
+    Every case is captured, verified and timed exactly as a chain of a model is in an analysis. The dtype is bf16 on a
+    GPU and fp32 on a CPU unless --dtype says otherwise.
+    """
+    terminal = options.terminal(context, quiet, verbose)
+    config = options.config(context)
+    options.require_torch()
+    from fusescout.bench import cases
+    from fusescout.bench import tables
+    from fusescout.workload import resolve_device
+
+    kind = (resolve_device(config.device) or "cpu").split(":")[0]
+    shapes = shapes or ("full" if kind == "cuda" else "quick")
+    _known("--shapes", [shapes], cases.SHAPES)
+    _known("--family", family or (), cases.families())
+    chosen = [c for c in cases.select(shapes, family or ()) if not only or any(text in c.name for text in only)]
+    if not chosen:
+        raise UsageProblem(
+            "No case is left.",
+            "--family, --only and --shapes together choose none.",
+            f"Families: {', '.join(cases.families())}.",
+        )
+    with terminal.stdout_reserved(), terminal.progress() as on_event:
+        from fusescout.bench.kernels import run
+
+        found = run(
+            chosen,
+            config,
+            kind,
+            config.dtype or ("bfloat16" if kind == "cuda" else "float32"),
+            limit_s=limit_s,
+            on_event=on_event,
+            on_row=lambda bench: bench.save(json_file) if json_file else None,
+        )
+    terminal.out(tables.kernels(found))
+    return EXIT_OK
+
+
+def _known(option: str, given: list[str] | tuple[str, ...], valid: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in valid:
+            raise UsageProblem(f"{option} can't be {name}.", "", f"Allowed: {', '.join(valid)}.")
