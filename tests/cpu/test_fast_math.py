@@ -8,6 +8,7 @@ import subprocess
 
 import numpy as np
 import pytest
+import torch
 from fusescout.templates.dialect import PRELUDE_CUDA_FAST
 from template_cases import ROWWISE
 
@@ -22,9 +23,9 @@ FS float flushed(float x) { return fabsf(x) < 0x1p-126f ? copysignf(0.0f, x) : x
 FS float fs_ex2(float x) { return flushed((float)(exp2((double)flushed(x)) * (1.0 + error))); }
 FS float fs_approx_rcp(float x) { return flushed((float)((1.0 + error) / (double)flushed(x))); }
 """
-LOOP = """extern "C" void sigmoid(const float* x, float* y, long n, float e) {
+LOOP = """extern "C" void NAME(const float* x, float* y, long n, float e) {
   error = e;
-  for (long i = 0; i < n; ++i) y[i] = fs_sigmoid(x[i]);
+  for (long i = 0; i < n; ++i) y[i] = fs_NAME(x[i]);
 }
 """
 HOPPER = Device("cuda", "NVIDIA H200", "sm_90a", 132)
@@ -37,13 +38,12 @@ def function_text(name):
     return PRELUDE_CUDA_FAST[start:].split("\nFS ")[0] + "\n"
 
 
-@pytest.fixture(scope="module")
-def sigmoid(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fast")
-    (folder / "fast.cpp").write_text(EMULATED + function_text("fs_sigmoid") + LOOP)
+def compiled(name, folder):
+    """The function over an array, with an error for each special-function instruction."""
+    (folder / "fast.cpp").write_text(EMULATED + function_text(f"fs_{name}") + LOOP.replace("NAME", name))
     command = ["g++", "-O2", "-ffp-contract=off", "-shared", "-fPIC", "-o", "fast.so", "fast.cpp"]
     subprocess.run(command, cwd=folder, check=True)
-    function = ctypes.CDLL(str(folder / "fast.so")).sigmoid
+    function = getattr(ctypes.CDLL(str(folder / "fast.so")), name)
 
     def run(x, error=0.0):
         y = np.empty_like(x)
@@ -52,6 +52,37 @@ def sigmoid(tmp_path_factory):
         return y
 
     return run
+
+
+@pytest.fixture(scope="module")
+def sigmoid(tmp_path_factory):
+    return compiled("sigmoid", tmp_path_factory.mktemp("sigmoid"))
+
+
+@pytest.fixture(scope="module")
+def gelu(tmp_path_factory):
+    return compiled("gelu", tmp_path_factory.mktemp("gelu"))
+
+
+def exact_gelu(x):
+    return torch.nn.functional.gelu(torch.from_numpy(x)).numpy()
+
+
+@pytest.mark.parametrize("error", [-(2.0**-22), 0.0, 2.0**-22])
+def test_gelu_is_far_more_accurate_than_a_16_bit_step_also_in_its_negative_tail(gelu, error):
+    x = np.concatenate([np.linspace(-6.5, 13, 500_001), np.geomspace(1e-30, 1, 1001)]).astype(np.float32)
+    x = np.concatenate([x, -x[-1001:]])
+    truth = x * torch.special.log_ndtr(torch.from_numpy(x.astype(np.float64))).exp().numpy()
+    ratio = gelu(x, error)[x != 0] / truth[x != 0]
+    assert np.abs(ratio - 1).max() < 2.0**-13
+    tail = np.linspace(-40, -6.5, 100_001, dtype=np.float32)
+    truth = tail * torch.special.log_ndtr(torch.from_numpy(tail.astype(np.float64))).exp().numpy()
+    assert (np.abs(gelu(tail, error) - truth) <= np.abs(exact_gelu(tail) - truth) + 1e-13).all()
+
+
+def test_gelu_of_special_values_is_eagers(gelu):
+    x = np.float32([np.inf, -np.inf, np.nan, 0.0, -0.0, -200, 200, 3e38, -3e38])
+    np.testing.assert_array_equal(gelu(x), exact_gelu(x))
 
 
 def eager(x):
