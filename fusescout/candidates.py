@@ -121,7 +121,7 @@ def lower_bound(subgraph: Subgraph, device: Device) -> tuple[float, float, float
     """(µs no kernel can go below, FLOPs, bytes that must cross memory) of one execution."""
     flops = sum(cost(op, [subgraph.value(i) for i in op.inputs])[0] for op in subgraph.ops)
     nbytes = float(sum(s.nbytes for s in (*subgraph.inputs, *subgraph.output_specs)))
-    heavy = [op for op in subgraph.ops if op.name in GEMMS]
+    heavy = [op for op in subgraph.ops if op.name in GEMMS or op_class(op.target) == "conv"]
     compute_s = 0.0
     if heavy:
         dtype = next((s.dtype for s in subgraph.output_specs), "float32")
@@ -221,7 +221,7 @@ def _uncovered(
                 "Its time is the matrix product itself, and nothing pointwise follows that could ride along.",
             ),
             "attention": ("one-op", "Attention is one fused kernel already."),
-            "conv": ("unsupported", "Convolutions stay with the framework's library; no template covers this one."),
+            "conv": ("one-op", "A convolution that nothing pointwise follows is the library's one kernel already."),
         }.get(kind, ("unsupported", f"No template family covers {target} here."))
         found.append(
             Rejection(

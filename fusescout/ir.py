@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable
 from collections.abc import Iterator
 from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -25,13 +26,17 @@ FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Static facts of one tensor. `stride` is in elements; `aligned` says its address is a multiple of 16 bytes."""
+    """Static facts of one tensor. `stride` is in elements; `aligned` says its address is a multiple of 16 bytes.
+
+    `constant` marks a parameter or buffer of the model, or what is made of these alone: it changes rarely.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     stride: tuple[int, ...]
     requires_grad: bool = False
     aligned: bool = True
+    constant: bool = False
 
     @property
     def numel(self) -> int:
@@ -168,10 +173,10 @@ class Graph:
         )
         specs = []
         for name in inputs:
-            out = self.by_name[name].out
-            if not isinstance(out, TensorSpec):
+            node = self.by_name[name]
+            if not isinstance(node.out, TensorSpec):
                 raise ValueError(f"{name} is not a single tensor and can't be an input of a sub-graph")
-            specs.append(out)
+            specs.append(replace(node.out, constant=True) if node.is_parameter else node.out)
         return Subgraph(tuple(specs), ops, tuple(number[n] for n in self.escapes(inside))), inputs
 
 
@@ -254,10 +259,11 @@ class Subgraph:
 def encode(value: Any) -> Any:
     """JSON form of specs, args and sub-graphs. Floats that JSON can't hold are spelled as text."""
     if isinstance(value, TensorSpec):
-        return {
+        raw = {
             "shape": list(value.shape), "dtype": value.dtype, "stride": list(value.stride),
             "requires_grad": value.requires_grad, "aligned": value.aligned,
         }  # fmt: skip
+        return raw | {"constant": True} if value.constant else raw
     if isinstance(value, Ref):
         return {"ref": value.to}
     if isinstance(value, Const):
@@ -290,7 +296,14 @@ def decode(raw: Any) -> Any:
 
 
 def _spec(raw: dict[str, Any]) -> TensorSpec:
-    return TensorSpec(tuple(raw["shape"]), raw["dtype"], tuple(raw["stride"]), raw["requires_grad"], raw["aligned"])
+    return TensorSpec(
+        tuple(raw["shape"]),
+        raw["dtype"],
+        tuple(raw["stride"]),
+        raw["requires_grad"],
+        raw["aligned"],
+        raw.get("constant", False),
+    )
 
 
 def _out(raw: Any) -> Out:

@@ -8,18 +8,19 @@ disjoint selection come after (`candidates.py`, `decide.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fusescout.aliasing import Aliases
+from fusescout.convolution import CONVOLUTIONS
 from fusescout.flops import op_class
+from fusescout.flow import Flow
+from fusescout.flow import grow
 from fusescout.ir import Graph
 from fusescout.ir import Node
 from fusescout.ir import Ref
 from fusescout.ir import TensorSpec
 from fusescout.randomness import draws
 
-MAX_OPS = 64
 MAX_INPUTS = 12
 GEMMS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
 EPILOGUE_GEMMS = frozenset({"linear", "addmm", "mm", "matmul"})
@@ -73,65 +74,9 @@ def reduces_last(node: Node, graph: Graph) -> tuple[int, ...] | None:
     return None
 
 
-class _Flow:
-    """Reachability of a graph as bit sets, so that convexity is a few integer operations."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.position = {n.name: k for k, n in enumerate(graph.nodes)}
-        self.above = [0] * len(graph.nodes)
-        self.below = [0] * len(graph.nodes)
-        for k, node in enumerate(graph.nodes):
-            for name in node.inputs:
-                i = self.position[name]
-                self.above[k] |= self.above[i] | (1 << i)
-        for k in range(len(graph.nodes) - 1, -1, -1):
-            for name in graph.users[graph.nodes[k].name]:
-                u = self.position[name]
-                self.below[k] |= self.below[u] | (1 << u)
-        self.barriers = sum(1 << k for k, n in enumerate(graph.nodes) if n.mutates)
-        self.random = sum(1 << k for k, n in enumerate(graph.nodes) if draws(n))
-
-    def convex(self, names: Iterable[str]) -> bool:
-        """No path leaves the set and comes back, and no mutation happens between its first and last node.
-
-        Nor does a random draw that waits for the set: it would run after others that it ran before.
-        """
-        inside = above = below = 0
-        first, last = len(self.above), -1
-        for name in names:
-            k = self.position[name]
-            inside |= 1 << k
-            above |= self.above[k]
-            below |= self.below[k]
-            first, last = min(first, k), max(last, k)
-        span = ((1 << (last + 1)) - 1) ^ ((1 << first) - 1)
-        return not (above & below & ~inside) and not (self.barriers & span) and not (self.random & below & span)
-
-
-def _grow(flow: _Flow, seed: set[str], allowed: Callable[[Node], bool], *, backward: bool) -> set[str]:
-    """Add neighbours that are allowed and keep the set convex, until nothing fits any more."""
-    graph, region = flow.graph, set(seed)
-    refused: set[str] = set()
-    frontier = sorted(region, key=flow.position.__getitem__)
-    while frontier and len(region) < MAX_OPS:
-        name = frontier.pop(0)
-        near = list(graph.users[name]) + (list(graph.by_name[name].inputs) if backward else [])
-        for other in near:
-            if other in region or other in refused or not allowed(graph.by_name[other]):
-                continue
-            if flow.convex(region | {other}):
-                region.add(other)
-                frontier.append(other)
-                refused.clear()
-            else:
-                refused.add(other)
-    return region
-
-
 def find_regions(graph: Graph) -> tuple[Region, ...]:
     """All fusable regions of a captured graph, largest families first; regions may overlap."""
-    flow, aliases = _Flow(graph), Aliases(graph)
+    flow, aliases = Flow(graph), Aliases(graph)
     found: dict[tuple[str, frozenset[str]], Region] = {}
 
     def add(family: str, names: set[str]) -> None:
@@ -151,6 +96,9 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
         if node.op in EPILOGUE_GEMMS and node.is_op and isinstance(node.out, TensorSpec):
             for names in _epilogues(flow, node):
                 add("gemm_epilogue", names)
+        if node.op in CONVOLUTIONS and node.is_op and isinstance(node.out, TensorSpec):
+            for names in _behind_convolution(flow, node):
+                add("conv_epilogue", names)
     for names in _rowwise(flow):
         add("rowwise", names)
     for names in _pointwise(flow):
@@ -164,6 +112,8 @@ def _is_family(graph: Graph, family: str, names: set[str]) -> bool:
     if family == "gemm_epilogue":
         gemms = [n for n in nodes if n.op in EPILOGUE_GEMMS]
         return bool(gemms) and (any(is_pointwise(n) for n in nodes) or _is_misaligned(gemms[0]))
+    if family == "conv_epilogue":
+        return len(nodes) > 1
     return bool(nodes)
 
 
@@ -210,7 +160,7 @@ def _is_cuttable(graph: Graph, names: tuple[str, ...]) -> bool:
     return len(outer) <= MAX_INPUTS and all(isinstance(graph.by_name[i].out, TensorSpec) for i in outer)
 
 
-def _epilogues(flow: _Flow, anchor: Node) -> list[set[str]]:
+def _epilogues(flow: Flow, anchor: Node) -> list[set[str]]:
     """The GEMM with everything pointwise behind it; the same with one result; and without operands as large as that."""
     graph = flow.graph
     shape = shape_of(anchor)
@@ -231,22 +181,41 @@ def _epilogues(flow: _Flow, anchor: Node) -> list[set[str]]:
             and node.out.numel == numel
         )
 
-    widest = _grow(flow, {anchor.name}, lambda n: (is_pointwise(n) and same_size(n)) or regroups(n), backward=False)
+    widest = grow(flow, {anchor.name}, lambda n: (is_pointwise(n) and same_size(n)) or regroups(n), backward=False)
+    return [widest, _single_output(graph, widest), _lean(flow, anchor, widest), {anchor.name}]
+
+
+def _lean(flow: Flow, anchor: Node, widest: set[str]) -> set[str]:
+    """As much of `widest` as needs no further operand as large as the anchor's result."""
+    graph = flow.graph
+    numel = anchor.out.numel if isinstance(anchor.out, TensorSpec) else 0
 
     def brings_nothing_large(node: Node) -> bool:
         specs = [graph.by_name[i].out for i in node.inputs if i not in widest]
         return all(isinstance(s, TensorSpec) and s.numel < numel for s in specs)
 
-    lean = _grow(
-        flow,
-        {anchor.name},
-        lambda n: n.name in widest and brings_nothing_large(n),
-        backward=False,
-    )
-    return [widest, _single_output(graph, widest), lean, {anchor.name}]
+    return grow(flow, {anchor.name}, lambda n: n.name in widest and brings_nothing_large(n), backward=False)
 
 
-def _gated(flow: _Flow) -> list[set[str]]:
+def _behind_convolution(flow: Flow, anchor: Node) -> list[set[str]]:
+    """A convolution with everything pointwise of its shape behind it, as `_epilogues`.
+
+    Where a second convolution alone makes the residual (the shortcut of a residual block that changes its width), the
+    two with all that follows are a region too: their shifts can be added up before.
+    """
+    graph, shape = flow.graph, shape_of(anchor)
+
+    def fits(node: Node) -> bool:
+        return is_pointwise(node) and shape_of(node) == shape
+
+    widest = grow(flow, {anchor.name}, fits, backward=False)
+    single = _single_output(graph, widest)
+    both = grow(flow, single, lambda n: fits(n) or (n.op in CONVOLUTIONS and shape_of(n) == shape), backward=True)
+    twins = [both] if sum(graph.by_name[n].op in CONVOLUTIONS for n in both) == 2 else []
+    return [*(_single_output(graph, t) for t in twins), widest, single, _lean(flow, anchor, widest)]
+
+
+def _gated(flow: Flow) -> list[set[str]]:
     """`act(x Wg^T) * (x Wu^T)`: a product of two branches that each come from one GEMM on the same input."""
     graph = flow.graph
     regions = []
@@ -278,7 +247,7 @@ def _branch_to_gemm(graph: Graph, name: str) -> tuple[Node, set[str]] | None:
         name = node.inputs[0]
 
 
-def _rowwise(flow: _Flow) -> list[set[str]]:
+def _rowwise(flow: Flow) -> list[set[str]]:
     graph = flow.graph
     taken: set[str] = set()
     regions = []
@@ -293,20 +262,20 @@ def _rowwise(flow: _Flow) -> list[set[str]]:
                 return shape_of(other) in (space, rows)
             return reduces_last(other, graph) == space
 
-        region = _grow(flow, {node.name}, fits, backward=True)
+        region = grow(flow, {node.name}, fits, backward=True)
         taken |= {n for n in region if reduces_last(graph.by_name[n], graph) is not None}
         regions.append(region)
     return regions
 
 
-def _pointwise(flow: _Flow) -> list[set[str]]:
+def _pointwise(flow: Flow) -> list[set[str]]:
     graph = flow.graph
     taken: set[str] = set()
     regions = []
     for node in graph.nodes:
         if node.name in taken or not node.is_op or not is_pointwise(node):
             continue
-        region = _grow(flow, {node.name}, _untaken(taken, shape_of(node)), backward=True)
+        region = grow(flow, {node.name}, _untaken(taken, shape_of(node)), backward=True)
         taken |= region
         regions.append(region)
     return regions
@@ -316,7 +285,7 @@ def _untaken(taken: set[str], shape: tuple[int, ...] | None) -> Callable[[Node],
     return lambda n: n.name not in taken and is_pointwise(n) and shape_of(n) == shape
 
 
-def _attention(flow: _Flow) -> list[set[str]]:
+def _attention(flow: Flow) -> list[set[str]]:
     """Hand-written attention: GEMM, pointwise on the scores, softmax, (dropout in eval,) GEMM."""
     graph = flow.graph
     regions = []

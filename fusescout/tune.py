@@ -282,7 +282,7 @@ def race_key(
     # Templates import from their neighbours, so an edit to any file beside one counts.
     origins = [getattr(t, "__file__", None) for t in load(config.templates).templates.values()]
     files = [f for folder in {Path(o).parent for o in origins if o} for f in folder.glob("*.py")]
-    files += [*(_HERE / "contenders").glob("*.py"), *(_HERE / f"{name}.py" for name in _SOURCES)]
+    files += [*(_HERE / "contenders").rglob("*.py"), *(_HERE / f"{name}.py" for name in _SOURCES)]
     return Key.of(
         subgraph=subgraph.key,
         device=[device.kind, device.name, device.arch, device.cores],

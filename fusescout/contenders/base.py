@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from typing import Protocol
 
+from fusescout.constants import Parts
 from fusescout.device import Device
 from fusescout.ir import Subgraph
 
@@ -27,11 +28,15 @@ class Upkeep:
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A contender ready to run. `source` is what was generated for it, if anything."""
+    """A contender ready to run.
+
+    `source` is what was generated for it, if anything. `parts` is set where it prepares constants: `run` joins them.
+    """
 
     run: Runner
     compile_s: float
     source: str = ""
+    parts: Parts | None = None
 
 
 class Contender(Protocol):
