@@ -11,7 +11,7 @@ SHARED_BYTES = 227 * 1024
 MMA_PER_CLOCK = 2048
 """16-bit multiply-adds per clock of one multiprocessor's tensor cores."""
 COSTLY = {
-    "gelu": 26,
+    "gelu": 18,
     "silu": 14,
     "sigmoid": 13,
     "tanh": 20,
