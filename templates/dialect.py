@@ -15,7 +15,7 @@ CPU_PASS_CONFIGS = {"tirx.disable_vectorize": True}
 MATH = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin",
     "acos", "atan", "erf", "sqrt", "rsqrt", "rcp", "div", "pow", "fmod", "atan2", "floor", "ceil", "trunc", "rint",
-    "fabs", "maximum", "minimum", "sigmoid", "gelu", "remainder", "floor_div", "nan_if_inf",
+    "erfc", "asinh", "acosh", "atanh", "hypot", "copysign", "fabs", "maximum", "minimum", "sigmoid", "gelu", "remainder", "floor_div", "nan_if_inf",
 )  # fmt: skip
 
 HALF = ("float16", "bfloat16")
@@ -178,6 +178,12 @@ FS float fs_acos(float x) { return acosf(x); }
 FS float fs_atan(float x) { return atanf(x); }
 FS float fs_atan2(float y, float x) { return atan2f(y, x); }
 FS float fs_erf(float x) { return erff(x); }
+FS float fs_erfc(float x) { return erfcf(x); }
+FS float fs_asinh(float x) { return asinhf(x); }
+FS float fs_acosh(float x) { return acoshf(x); }
+FS float fs_atanh(float x) { return atanhf(x); }
+FS float fs_hypot(float x, float y) { return hypotf(x, y); }
+FS float fs_copysign(float x, float y) { return copysignf(x, y); }
 FS float fs_sqrt(float x) { return sqrtf(x); }
 FS float fs_pow(float x, float y) { return powf(x, y); }
 FS float fs_fmod(float x, float y) { return fmodf(x, y); }

@@ -9,8 +9,9 @@ import re
 from collections.abc import Callable
 from collections.abc import Iterable
 
+from fusescout.templates.activations import ACTIVATIONS
 from fusescout.templates.dialect import Dialect
-from fusescout.templates.operators import OPERATORS
+from fusescout.templates.operators import OPERATORS as GENERAL
 from fusescout.templates.operators import Unsupported
 
 from fusescout.ir import Op
@@ -18,6 +19,7 @@ from fusescout.ir import Ref
 from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
 
+OPERATORS = {**GENERAL, **ACTIVATIONS}
 FLOAT = ("float32", "float16", "bfloat16")
 INT = ("int64", "int32", "int16", "int8", "uint8")
 

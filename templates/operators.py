@@ -9,8 +9,6 @@ from typing import Any
 
 from fusescout.ir import Ref
 
-KAPPA, CUBIC = math.sqrt(2 / math.pi), 0.044715
-
 Writer = Any  # expression.Writer, which imports this module
 
 
@@ -163,78 +161,6 @@ def _hardtanh(w: Writer) -> str:
     return _clamp_text(w, w.x(), w.number(1, "min_val", -1.0), w.number(2, "max_val", 1.0))
 
 
-def _leaky_relu(w: Writer) -> str:
-    w.need_float()
-    return f"where({w.x()} > {w.f(0)}, {w.x()}, {w.x()} * {w.f(w.number(1, 'negative_slope', 0.01))})"
-
-
-def _elu_text(w: Writer, alpha: float, scale: float, input_scale: float) -> str:
-    w.need_float()
-    x = w.x()
-    inner = x if input_scale == 1 else f"{x} * {w.f(input_scale)}"
-    positive = x if scale == 1 else f"{x} * {w.f(scale)}"
-    return f"where({x} > {w.f(0)}, {positive}, expm1({inner}) * {w.f(alpha * scale)})"
-
-
-def _elu(w: Writer) -> str:
-    return _elu_text(w, w.number(1, "alpha", 1.0), w.number(2, "scale", 1.0), w.number(3, "input_scale", 1.0))
-
-
-def _selu(w: Writer) -> str:
-    return _elu_text(w, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946, 1.0)
-
-
-def _celu(w: Writer) -> str:
-    alpha = w.number(1, "alpha", 1.0)
-    return _elu_text(w, alpha, 1.0, 1.0 / alpha)
-
-
-def _gelu(w: Writer) -> str:
-    w.need_float()
-    x = w.x()
-    if w.arg(1, "approximate", "none") == "none":
-        return f"gelu({x})"
-    # 0.5 x (1 + tanh u) = x sigmoid(2u): half the instructions, and no cancellation in the negative tail
-    return f"{x} * sigmoid({x} * ({w.f(2 * KAPPA)} + {w.f(2 * KAPPA * CUBIC)} * ({x} * {x})))"
-
-
-def _silu(w: Writer) -> str:
-    w.need_float()
-    return f"{w.x()} * sigmoid({w.x()})"
-
-
-def _softplus(w: Writer) -> str:
-    w.need_float()
-    beta, threshold = w.number(1, "beta", 1), w.number(2, "threshold", 20)
-    x = w.x()
-    scaled = x if beta == 1 else w.let(f"{x} * {w.f(beta)}")
-    soft = w.let(f"maximum({scaled}, {w.f(0)}) + log1p(exp(-fabs({scaled})))")  # log1p(exp(x)), rounded once less
-    return f"where({scaled} > {w.f(threshold)}, {x}, {soft if beta == 1 else f'div({soft}, {w.f(beta)})'})"
-
-
-def _mish(w: Writer) -> str:
-    """x tanh(log(1 + exp x)) as a quotient of polynomials in e = exp(-|x|)."""
-    w.need_float()
-    x, two = w.x(), w.f(2)
-    e = w.let(f"exp(-fabs({x}))")
-    above = w.let(f"where({x} > {w.f(0)}, {w.f(1)} + {two} * {e}, {e} * ({e} + {two}))")
-    return f"{x} * div({above}, {above} + where({x} > {w.f(0)}, {two} * {e} * {e}, {two}))"
-
-
-def _log_sigmoid(w: Writer) -> str:
-    w.need_float()
-    return f"minimum({w.x()}, {w.f(0)}) - log1p(exp(-fabs({w.x()})))"
-
-
-def _hardsigmoid_text(w: Writer) -> str:
-    w.need_float()
-    return f"minimum(maximum({w.x()} + {w.f(3)}, {w.f(0)}), {w.f(6)})"
-
-
-def _threshold(w: Writer) -> str:
-    return f"where({w.x()} <= {w.x(1, 'threshold')}, {w.x(2, 'value')}, {w.x()})"
-
-
 def _extreme(name: str, symbol: str) -> Callable:
     def text(w: Writer) -> str:
         if w.out == "float32":
@@ -312,6 +238,49 @@ def _batch_norm(w: Writer) -> str:
     return text if bias is None else f"{text} + {w.value(bias)}"
 
 
+def _logaddexp(w: Writer) -> str:
+    w.need_float()
+    a, b = w.x(0), w.x(1)
+    soft = f"maximum({a}, {b}) + log1p(exp(-fabs({a} - {b})))"
+    return f"where(T.And(T.EQ({a}, {b}), T.EQ(fabs({a}), {w.f(math.inf)})), {a}, {soft})"  # inf - inf is NaN
+
+
+def _logit(w: Writer) -> str:
+    w.need_float()
+    eps = w.arg(1, "eps")
+    x = w.x() if eps is None else w.let(_clamp_text(w, w.x(), eps, 1.0 - eps))
+    return f"log(div({x}, {w.f(1)} - {x}))"
+
+
+def _xlogy(w: Writer) -> str:
+    w.need_float()
+    x, y = w.x(0), w.x(1)
+    return f"where(T.And(T.EQ({x}, {w.f(0)}), T.Not(isnan({y}))), {w.f(0)}, {x} * log({y}))"
+
+
+def _heaviside(w: Writer) -> str:
+    zero, one = w.literal(0, w.out), w.literal(1, w.out)
+    return f"where(T.EQ({w.x(0)}, {zero}), {w.x(1)}, where({w.x(0)} > {zero}, {one}, {zero}))"
+
+
+def _over_nan(symbol: str) -> Callable:
+    """The larger or smaller of two numbers, where NaN counts as none."""
+
+    def text(w: Writer) -> str:
+        w.need_float()
+        return f"where(T.Or(isnan({w.x(0)}), {w.x(0)} {symbol} {w.x(1)}), {w.x(1)}, {w.x(0)})"
+
+    return text
+
+
+def _times(factor: float) -> Callable:
+    def text(w: Writer) -> str:
+        w.need_float()
+        return f"{w.x()} * {w.f(factor)}"
+
+    return text
+
+
 def _addcmul(w: Writer) -> str:
     scale = w.number(3, "value", 1)
     return f"{w.x(0)} + {'' if scale == 1 else w.value(scale) + ' * '}{w.x(1)} * {w.x(2)}"
@@ -367,10 +336,7 @@ OPERATORS = {
     "relu": _relu, "relu6": lambda w: _clamp_text(w, w.x(), 0, 6), "clamp": _clamp, "clip": _clamp,
     "clamp_min": lambda w: _clamp_text(w, w.x(), w.arg(1, "min"), None),
     "clamp_max": lambda w: _clamp_text(w, w.x(), None, w.arg(1, "max")),
-    "hardtanh": _hardtanh, "leaky_relu": _leaky_relu, "elu": _elu, "selu": _selu, "celu": _celu, "gelu": _gelu,
-    "silu": _silu, "mish": _mish, "softplus": _softplus, "log_sigmoid": _log_sigmoid, "threshold": _threshold,
-    "hardsigmoid": lambda w: f"{_hardsigmoid_text(w)} * {w.f(1 / 6)}",
-    "hardswish": lambda w: f"{w.x()} * {_hardsigmoid_text(w)} * {w.f(1 / 6)}",
+    "hardtanh": _hardtanh,
     "maximum": _extreme("maximum", ">"), "minimum": _extreme("minimum", "<"),
     "max": _extreme("maximum", ">"), "min": _extreme("minimum", "<"),
     "where": _where, "masked_fill": _masked_fill,
@@ -382,6 +348,11 @@ OPERATORS = {
     "isnan": _float_test(lambda w, x: f"isnan({x})"),
     "isinf": _float_test(lambda w, x: f"T.EQ(fabs({x}), {w.f(math.inf)})"),
     "isfinite": _float_test(lambda w, x: f"fabs({x}) < {w.f(math.inf)}"),
+    "isposinf": _float_test(lambda w, x: f"T.EQ({x}, {w.f(math.inf)})"),
+    "isneginf": _float_test(lambda w, x: f"T.EQ({x}, {w.f(-math.inf)})"),
+    "logaddexp": _logaddexp, "logit": _logit, "xlogy": _xlogy, "heaviside": _heaviside, "absolute": _abs,
+    "fmax": _over_nan("<"), "fmin": _over_nan(">"), "frac": lambda w: f"{w.x()} - trunc({w.x()})",
+    "deg2rad": _times(math.pi / 180), "rad2deg": _times(180 / math.pi),
     "batch_norm": _batch_norm, "dropout": _dropout, "feature_dropout": _dropout, "addcmul": _addcmul,
     "nan_if_inf": _nan_if_inf, "addcdiv": _addcdiv, "lerp": _lerp, "nan_to_num": _nan_to_num, "round": _round,
     "full": _full(1, "fill_value"), "full_like": _full(1, "fill_value"), "scalar_tensor": _full(0, "s"),
@@ -389,12 +360,15 @@ OPERATORS = {
 }  # fmt: skip
 UNARY = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin",
-    "acos", "atan", "erf", "sqrt", "rsqrt", "sigmoid",
+    "acos", "atan", "erf", "sqrt", "rsqrt", "sigmoid", "erfc", "asinh", "acosh", "atanh",
 )  # fmt: skip
-COMPARE = {"eq": "T.EQ", "ne": "T.NE", "lt": "T.LT", "le": "T.LE", "gt": "T.GT", "ge": "T.GE"}
+COMPARE = {
+    "eq": "T.EQ", "ne": "T.NE", "lt": "T.LT", "le": "T.LE", "gt": "T.GT", "ge": "T.GE", "not_equal": "T.NE",
+    "less": "T.LT", "less_equal": "T.LE", "greater": "T.GT", "greater_equal": "T.GE",
+}  # fmt: skip
 SAME = ("expand", "expand_as", "_to_copy", "to", "type_as", "clone", "contiguous", "alias", "detach")
 OPERATORS |= {name: _unary(name) for name in UNARY}
 OPERATORS |= {name: _rounding(name) for name in ("floor", "ceil", "trunc")}
 OPERATORS |= {name: _compare(node) for name, node in COMPARE.items()}
 OPERATORS |= dict.fromkeys(SAME, _same)
-OPERATORS["atan2"] = _binary("atan2")
+OPERATORS |= {name: _binary(name) for name in ("atan2", "hypot", "copysign")}

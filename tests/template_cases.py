@@ -61,7 +61,8 @@ def _over(names: str) -> dict[str, Callable]:
 
 UNARY = _over(
     "neg abs sign square reciprocal sqrt rsqrt exp exp2 expm1 log log2 log10 log1p sin cos tanh sigmoid erf floor ceil"
-    " round trunc tan sinh cosh asin acos atan isnan isinf isfinite logical_not"
+    " round trunc tan sinh cosh asin acos atan isnan isinf isfinite logical_not erfc asinh acosh atanh isposinf"
+    " isneginf frac deg2rad rad2deg absolute"
 )
 ACTIVATIONS = {
     "relu": F.relu,
@@ -86,6 +87,10 @@ ACTIVATIONS = {
     "threshold": lambda x: F.threshold(x, 0.1, -7.0),
     "softsign": F.softsign,
     "tanhshrink": F.tanhshrink,
+    "hardshrink": F.hardshrink,
+    "softshrink": lambda x: F.softshrink(x, 0.3),
+    "prelu": lambda x: F.prelu(x, torch.full((1,), 0.2)),
+    "rrelu_eval": lambda x: F.rrelu(x, 0.1, 0.3, False),
     "dropout_eval": lambda x: F.dropout(x, 0.5, False) + 1,
     "new_gelu": lambda x: 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x.pow(3)))),
 }
@@ -113,8 +118,12 @@ NUMBERS = {f"pow_{p}": _power(p) for p in (2, 3, 4, 0.5, -0.5, -1, -2, 1.7, 0, 1
     "nan_to_num": lambda x: torch.nan_to_num(x, 0.5),
     "through_bf16": lambda x: x.to(torch.bfloat16).float() * 1.5,
     "bool": lambda x: x.bool(),
+    "logit": lambda x: torch.logit(x, 1e-3),
 }
-BINARY = _over("add sub mul div maximum minimum eq ne lt le gt ge remainder fmod atan2 logical_and logical_xor") | {
+BINARY = _over(
+    "add sub mul div maximum minimum eq ne lt le gt ge remainder fmod atan2 logical_and logical_xor fmax fmin hypot"
+    " copysign logaddexp xlogy heaviside greater less_equal not_equal"
+) | {
     "pow": lambda x, y: torch.pow(x.abs(), y),
     "floor_div": lambda x, y: torch.div(x, y, rounding_mode="floor"),
     "addcmul": lambda x, y: torch.addcmul(x, x, y, value=0.5),
