@@ -15,7 +15,8 @@ CPU_PASS_CONFIGS = {"tirx.disable_vectorize": True}
 MATH = (
     "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "tanh", "sinh", "cosh", "asin",
     "acos", "atan", "erf", "sqrt", "rsqrt", "rcp", "div", "pow", "fmod", "atan2", "floor", "ceil", "trunc", "rint",
-    "erfc", "asinh", "acosh", "atanh", "hypot", "copysign", "fabs", "maximum", "minimum", "sigmoid", "gelu", "remainder", "floor_div", "nan_if_inf",
+    "erfc", "asinh", "acosh", "atanh", "hypot", "copysign", "fabs", "maximum", "minimum", "sigmoid",
+    "gelu", "remainder", "floor_div", "nan_if_inf",
 )  # fmt: skip
 
 HALF = ("float16", "bfloat16")
