@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from fusescout.bench.records import OWN
@@ -159,8 +160,12 @@ def models(bench: ModelBench) -> str:
     if over_eager:
         rest = f", against the best other way {over_rival:.2f}" if over_rival else ""
         lines += ["", f"Geometric mean against eager {over_eager:.2f}{rest}."]
-    lines += ["", *(f"- {_title(r)}: {r.reason}" for r in bench.rows if r.reason)]
+    lines += ["", *(f"- {_title(r)}: {why}" for r in bench.rows for why in _why_missing(r))]
     return "\n".join([*lines, f"{bench.seconds:.0f} s in all."])
+
+
+def _why_missing(row: ModelRow) -> list[str]:
+    return [row.reason] if row.reason else [f"{w.name}: {w.reason}" for w in row.ways if w.reason and not w.time]
 
 
 def _model(row: ModelRow) -> list[str]:
@@ -187,7 +192,7 @@ def _model_facts(row: ModelRow) -> list[str]:
         n.percent(row.coverage),
         f"{row.raced} / {row.rejected}",
         accepted or "none",
-        row.verdict.split(":")[0].split(";")[0] + checked,
+        re.split(r"[:(]|\. ", row.verdict)[0].strip() + checked,
     ]
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from fusescout.cli import options
+from fusescout.errors import EXIT_GATE
 from fusescout.errors import EXIT_OK
 from fusescout.errors import UsageProblem
 
@@ -88,3 +89,80 @@ def _known(option: str, given: list[str] | tuple[str, ...], valid: tuple[str, ..
     for name in given:
         if name not in valid:
             raise UsageProblem(f"{option} can't be {name}.", "", f"Allowed: {', '.join(valid)}.")
+
+
+@app.command()
+def models(
+    context: typer.Context,
+    names: Annotated[list[str] | None, typer.Argument(metavar="MODELS", help="Only these models of the suite.")] = None,
+    suite: Annotated[str, typer.Option(metavar="full|short", help="Which models, if none is named.")] = "full",
+    dtypes: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="bf16,fp32", help="Several with commas. [default: bf16 on a GPU]"),
+    ] = None,
+    small: Annotated[
+        bool | None, typer.Option("--small/--real", help="CPU sizes, or the real ones. [default: real on a GPU]")
+    ] = None,
+    each_s: Annotated[float, typer.Option("--each-s", metavar="X", help="Seconds that one model may take.")] = 900.0,
+    limit_s: Annotated[
+        float | None, typer.Option("--limit-s", metavar="X", help="Begin no further model after so many seconds.")
+    ] = None,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Use what earlier runs cached; otherwise every analysis starts cold.")
+    ] = False,
+    json_file: JsonFile = None,
+    keep: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="DIR", help="Keep each model's run folder there.")
+    ] = None,
+    device: options.Device = None,
+    effort: options.Effort = None,
+    threshold: options.Threshold = None,
+    top: options.Top = None,
+    runs: options.Runs = None,
+    rounds: options.Rounds = None,
+    compose: options.Compose = None,
+    allow_tf32: options.AllowTf32 = None,
+    templates: options.Templates = None,
+    cache_dir: options.CacheDir = None,
+    deadline_s: options.Deadline = None,
+    jobs: options.Jobs = None,
+    seed: options.Seed = None,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> int:
+    """Analyse a suite of models and compare all ways to run each: one table.
+
+    Each model runs in a process of its own; what fails or is late costs its row only.
+    """
+    from fusescout.bench import suite as known
+    from fusescout.bench import tables
+    from fusescout.config import SHORT_DTYPES
+
+    terminal = options.terminal(context, quiet, verbose)
+    config = options.config(context)
+    options.require_torch()
+    _known("MODELS", names or (), known.names())
+    _known("--suite", [suite], ("full", "short"))
+    wanted = [SHORT_DTYPES.get(d, d) for d in (dtypes or config.dtype or "").split(",") if d]
+    _known("--dtype", wanted, tuple(dict.fromkeys(SHORT_DTYPES.values())))
+    with terminal.stdout_reserved(), terminal.progress() as on_event:
+        from fusescout.bench.models import run
+        from fusescout.workload import resolve_device
+
+        place = resolve_device(config.device) or "cpu"
+        gpu = place.startswith("cuda")
+        found = run(
+            known.select(names or (), suite),
+            wanted or ["bfloat16" if gpu else "float32"],
+            config,
+            place,
+            small=not gpu if small is None else small,
+            each_s=each_s,
+            limit_s=limit_s,
+            output=keep,
+            warm=warm,
+            on_event=on_event,
+            on_row=lambda bench: bench.save(json_file) if json_file else None,
+        )
+    terminal.out(tables.models(found))
+    return EXIT_GATE if found.rows and all(row.reason for row in found.rows) else EXIT_OK

@@ -36,7 +36,9 @@ Runs = Annotated[str | None, typer.Option(metavar="N", help="Profile repetitions
 Rounds = Annotated[str | None, typer.Option(metavar="N", help="Rounds of the end-to-end comparison. [default: 30]")]
 Compose = Annotated[
     str | None,
-    typer.Option(metavar="eager|inductor|cudagraph|auto", help="What runs the rest of the model. [default: auto]"),
+    typer.Option(
+        "--with", metavar="eager|inductor|cudagraph|auto", help="What runs the rest of the model. [default: auto]"
+    ),
 ]
 AllowTf32 = Annotated[
     bool | None, typer.Option("--allow-tf32/--no-allow-tf32", help="Let float32 products use TF32. [default: no]")
@@ -69,8 +71,8 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more; traceb
 
 
 def spell(name: str) -> str:
-    """How a setting is spelled as an option."""
-    return f"--{name.replace('_', '-')}"
+    """How a setting is spelled as an option. `with` is a word of Python's, so the setting has another name."""
+    return "--with" if name == "compose" else f"--{name.replace('_', '-')}"
 
 
 def given(context: typer.Context) -> dict[str, Any]:
