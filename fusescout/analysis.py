@@ -37,6 +37,7 @@ from fusescout.environment import describe
 from fusescout.graph import OpGraph
 from fusescout.inputs import save
 from fusescout.ir import Subgraph
+from fusescout.layout import choose
 from fusescout.plan import Entry
 from fusescout.plan import Plan
 from fusescout.prefetch import compiling_ahead
@@ -105,14 +106,19 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
     with clock.stage("profile"):
         trace = folder / "trace.json.gz" if folder else None
         measured = profile(workload, captured, runs=config.runs, trace_path=trace)
+    ops = OpGraph.build([g.graph for g in captured.graphs], measured, device)
+    on_event("layout", 0, 0, "comparing memory formats")
+    with clock.stage("layout"):
+        step_us = max(measured.busy_us, measured.kernel_us)
+        layout = choose(workload, captured, measured.time_us, step_us)
+        captured = layout.capture
     graphs = [g.graph for g in captured.graphs]
-    ops = OpGraph.build(graphs, measured, device)
     on_event("rank", 0, 0, f"{sum(len(g.nodes) for g in graphs)} nodes")
     with clock.stage("rank"):
         ranking = rank(
             graphs,
             measured.time_us,
-            max(measured.busy_us, measured.kernel_us),
+            step_us,
             device,
             _refusal(device, config),
             config.top,
@@ -126,7 +132,7 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
     plans = [
         _plan(
             workload, device, environment, config, select(ranking.candidates, decisions, compiled=c), races, decisions
-        )
+        ).model_copy(update={"memory_format": layout.memory_format})
         for c in (False, True)
     ]
     with clock.stage("end to end"):
@@ -135,7 +141,7 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
         verdict=verdict.verdict,
         environment=environment,
         workload=workload.info(),
-        settings=_settings(config, races, folder),
+        settings=_settings(config, races, folder, layout.note),
         profile=measured.info(ops, len(graphs), captured.breaks),
         candidates=[_result(c, races[c.id], decisions[c.id], plan, verdict) for c in ranking.candidates],
         rejections=list(ranking.rejections),
@@ -263,7 +269,7 @@ def _result(
         status = "accepted"
     elif decision.accepted and candidate.id in verdict.dropped:
         status, reason = "dropped", reason + " In the whole model it gave a wrong result, so it was taken out."
-    elif decision.accepted and not plan.entries:
+    elif decision.accepted and plan.is_empty:
         status, reason = "dropped", reason + " The whole model gains nothing from it."
     elif decision.accepted and decision.winner == "inductor" and plan.composition != "eager":
         reason += " Inductor runs the rest of the patched model, so this chain is left to it."
@@ -294,11 +300,12 @@ def _result(
     )
 
 
-def _settings(config: Config, races: Mapping[str, RaceResult], folder: Path | None) -> dict[str, Any]:
+def _settings(config: Config, races: Mapping[str, RaceResult], folder: Path | None, layout: str) -> dict[str, Any]:
     """What a reader needs to judge the numbers: the configuration and how it was measured."""
     policy = [
         "A chain's contenders run in child processes on the captured activations and on fresh inputs.",
         "Each is held against the chain in float64: its error may be twice eager's own plus one rounding step.",
+        *([layout] if layout else []),
         *dict.fromkeys(f"Chains: {r.policy}." for r in races.values() if r.policy),
         "The whole model is timed unprofiled in interleaved rounds, each second one in reverse order;"
         f" a sample lasts at least {SAMPLE_S * 1e3:.0f} ms."

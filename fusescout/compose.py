@@ -42,7 +42,9 @@ def _keep_origin(captured: fx.GraphModule, rewritten: fx.GraphModule) -> None:
     rewritten._param_name_to_source = sources
     before = captured.graph.find_nodes(op="placeholder")
     after = rewritten.graph.find_nodes(op="placeholder")
-    for old, new in zip(before, after, strict=True):
+    for new in after[len(before) :]:
+        new._dynamo_source = None  # a prepared constant, marked as static
+    for old, new in zip(before, after, strict=False):
         new._dynamo_source = getattr(old, "_dynamo_source", None)
         if "tensor_dict" in old.meta:
             new.meta["tensor_dict"] = old.meta["tensor_dict"]

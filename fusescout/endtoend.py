@@ -110,16 +110,16 @@ class _Bench:
         """The patched model; entries that make it wrong are dropped first."""
         plan = plan.composed(composition).without(set(self.dropped))
         name = f"patched, rest {composition}"
-        while plan.entries:
+        while not plan.is_empty:
             self.on_event("end to end", 0, 0, f"building {name}")
             way = self._try(plan)
-            if isinstance(way, Way) and way.backend is not None and way.backend.counters.sites == 0:
+            if isinstance(way, Way) and way.backend is not None and not way.backend.counters.changed:
                 self.failed.append(Rival(name=name, reason=f"No planned chain was replaced: {_why(way.backend)}."))
                 return
             if isinstance(way, Way):
                 self.ways.append(way)
                 return
-            culprit = self._culprit(plan)
+            culprit = self._culprit(plan) if plan.entries else None
             if culprit is None:
                 self.failed.append(Rival(name=name, reason=way))
                 return
@@ -266,7 +266,7 @@ def _conclude(
     if not patched:
         why = (
             "No chain was accepted"
-            if not plan.entries and not dropped
+            if plan.is_empty and not dropped
             else "No patched form of the model passed its check"
         )
         verdict = f"Keep the framework code. {why}; eager takes {_ms(baseline)}."
@@ -279,7 +279,7 @@ def _conclude(
                 dropped=dropped,
                 verdict=verdict,
             ),
-            plan.model_copy(update={"entries": []}),
+            plan.emptied(),
         )
     best = min(patched, key=lambda w: median_interval(samples[w.name]).mid)
     speedup = ratio(eager, samples[best.name])
@@ -292,7 +292,8 @@ def _conclude(
     assert best.composition is not None
     gains = speedup.low > 1.0 and speedup.mid >= config.min_gain
     accepted = error is not None and gains and over_rival.high >= 1.0
-    sites = f"{best.backend.counters.sites} sites, the rest run by {best.composition}"
+    layout = ", convolutions channels-last" if best.backend.counters.relaid else ""
+    sites = f"{best.backend.counters.sites} sites{layout}, the rest run by {best.composition}"
     if isinstance(checked, str):
         verdict = f"Keep the framework code: the patched model is wrong in the end ({checked})."
     elif not gains:
@@ -325,6 +326,7 @@ def _conclude(
         verified=error is not None,
         error=error,
         composition=best.composition,
+        memory_format=best.backend.plan.memory_format if accepted else "preserved",
         sites_patched=best.backend.counters.sites if accepted else 0,
         dropped=dropped,
         rivals=rivals,
@@ -333,7 +335,7 @@ def _conclude(
         speedup_over_rival=over_rival,
         verdict=verdict,
     )
-    final = best.backend.plan if accepted else plan.model_copy(update={"entries": []})
+    final = best.backend.plan if accepted else plan.emptied()
     return result, final
 
 

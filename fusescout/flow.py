@@ -32,6 +32,11 @@ class Flow:
         self.barriers = sum(1 << k for k, n in enumerate(graph.nodes) if n.mutates)
         self.random = sum(1 << k for k, n in enumerate(graph.nodes) if draws(n))
 
+    def depends(self, one: str, other: str) -> bool:
+        """Whether one of two nodes needs the other's value, in either direction."""
+        a, b = self.position[one], self.position[other]
+        return bool((self.above[a] >> b | self.above[b] >> a) & 1)
+
     def convex(self, names: Iterable[str]) -> bool:
         """No path leaves the set and comes back, and no mutation happens between its first and last node.
 

@@ -35,12 +35,15 @@ from fusescout.device import Device
 from fusescout.errors import ContenderFailed
 from fusescout.errors import NotCapturable
 from fusescout.errors import PlanMismatch
+from fusescout.hoisting import hoist
 from fusescout.ir import Subgraph
+from fusescout.memory_format import channels_last
 from fusescout.operators import define
 from fusescout.plan import Composition
 from fusescout.plan import Entry
 from fusescout.plan import Plan
 from fusescout.probe import describe_device
+from fusescout.rewrite import Prepared
 from fusescout.rewrite import rewrite
 
 
@@ -52,12 +55,19 @@ class Counters:
         """Graphs captured: one for each new shape, dtype, mode or graph piece."""
         self.replaced: dict[str, int] = {}
         """Sites replaced, by entry id."""
+        self.relaid = 0
+        """Graphs whose convolutions run channels-last."""
         self.fallbacks: dict[str, str] = {}
         """Why an entry or a graph was left to the framework."""
 
     @property
     def sites(self) -> int:
         return sum(self.replaced.values())
+
+    @property
+    def changed(self) -> bool:
+        """Whether any graph runs otherwise than the framework runs it."""
+        return bool(self.sites or self.relaid)
 
 
 class Backend:
@@ -80,6 +90,7 @@ class Backend:
                 return run_eagerly(module)
             try:
                 aten = to_aten(module, inputs)
+                relaid = self._relaid(number, aten)
                 graph = encode_graph(aten, number)
             except NotCapturable as error:
                 self.counters.fallbacks[f"graph {number}"] = error.reason
@@ -88,10 +99,24 @@ class Backend:
             done = rewrite(aten, graph, entries, lambda e, _: self._operators[e.id])
             for replacement in done:
                 self.counters.replaced[replacement.entry] = self.counters.replaced.get(replacement.entry, 0) + 1
-            if not done:
+            if not done and not relaid:
                 self.counters.fallbacks.setdefault(f"graph {number}", "no chain of it is in the plan")
                 return self._compose(number, module, module, inputs)
-            return self._compose(number, module, aten, inputs)
+            hoisted = hoist(aten)
+            if hoisted is None:
+                return self._compose(number, module, aten, inputs)
+            return hoisted.bind(self._compose(number, module, aten, [*inputs, *hoisted.examples(inputs)]))
+
+    def _relaid(self, number: int, aten: fx.GraphModule) -> bool:
+        """Bring the graph's convolutions into the plan's memory format; whether that changed anything."""
+        if self.plan.memory_format == "preserved":
+            return False
+        reason = channels_last(aten)
+        if reason:
+            self.counters.fallbacks[f"memory format of graph {number}"] = reason
+            return False
+        self.counters.relaid += 1
+        return True
 
     def _compose(
         self, number: int, module: fx.GraphModule, rewritten: fx.GraphModule, inputs: list[Any]
@@ -121,7 +146,16 @@ class Backend:
             self.counters.fallbacks[entry.id] = str(error)
             self._operators[entry.id] = None
             return False
-        self._operators[entry.id] = define(operator_name(entry), subgraph, built.run, self.plan.device_kind)
+        name, kind = operator_name(entry), self.plan.device_kind
+        if built.parts is None:
+            self._operators[entry.id] = define(name, subgraph, built.run, kind)
+        else:
+            split = built.parts.split
+            self._operators[entry.id] = Prepared(
+                split,
+                define(f"{name}_prepare", split.prepare, built.parts.prepare, kind),
+                define(f"{name}_steady", split.steady, built.parts.steady, kind),
+            )
         return True
 
 

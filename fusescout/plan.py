@@ -22,6 +22,7 @@ from fusescout.session import write_atomic
 
 PLAN_VERSION = 1
 Composition = Literal["eager", "inductor", "cudagraph"]
+MemoryFormat = Literal["preserved", "channels_last"]
 
 
 class Entry(BaseModel):
@@ -60,6 +61,8 @@ class Plan(BaseModel):
     tilelang: str | None = None
     composition: Composition = "eager"
     """How the part that isn't replaced runs."""
+    memory_format: MemoryFormat = "preserved"
+    """What convolutions run in; entries were found in graphs of this format."""
     entries: list[Entry] = []
     templates: list[str] = []
     """Extra template folders that the entries need."""
@@ -94,6 +97,14 @@ class Plan(BaseModel):
         except (KeyError, TypeError, ValueError) as error:
             raise PlanUnreadable(str(file), f"an entry's sub-graph is damaged ({error!r})") from error
         return plan
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it leaves every model as it is."""
+        return not self.entries and self.memory_format == "preserved"
+
+    def emptied(self) -> Plan:
+        return self.model_copy(update={"entries": [], "memory_format": "preserved"})
 
     def without(self, ids: set[str]) -> Plan:
         """The same plan less some entries."""

@@ -80,7 +80,7 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
     found: dict[tuple[str, frozenset[str]], Region] = {}
 
     def add(family: str, names: set[str]) -> None:
-        names = _trim(graph, names)
+        names = _with_literals(flow, _trim(graph, names))
         if not _is_family(graph, family, names) or not flow.convex(names):
             return
         ordered = tuple(n.name for n in graph.nodes if n.name in names)
@@ -139,6 +139,15 @@ def _trim(graph: Graph, names: set[str]) -> set[str]:
         if not loose:
             return names
         names -= loose
+
+
+def _with_literals(flow: Flow, names: set[str]) -> set[str]:
+    """With the single numbers that only this region reads: its kernel spells them out."""
+    graph = flow.graph
+    read = {i for n in names for i in graph.by_name[n].inputs} - names - set(graph.outputs)
+    own = {i for i in read if graph.by_name[i].op == "full" and shape_of(graph.by_name[i]) == ()}
+    whole = names | {i for i in own if names.issuperset(graph.users[i])}
+    return whole if flow.convex(whole) else names
 
 
 def _single_output(graph: Graph, names: set[str]) -> set[str]:
@@ -210,7 +219,11 @@ def _behind_convolution(flow: Flow, anchor: Node) -> list[set[str]]:
 
     widest = grow(flow, {anchor.name}, fits, backward=False)
     single = _single_output(graph, widest)
-    both = grow(flow, single, lambda n: fits(n) or (n.op in CONVOLUTIONS and shape_of(n) == shape), backward=True)
+
+    def is_twin(node: Node) -> bool:
+        return node.op in CONVOLUTIONS and shape_of(node) == shape and not flow.depends(node.name, anchor.name)
+
+    both = grow(flow, single, lambda n: fits(n) or is_twin(n), backward=True)
     twins = [both] if sum(graph.by_name[n].op in CONVOLUTIONS for n in both) == 2 else []
     return [*(_single_output(graph, t) for t in twins), widest, single, _lean(flow, anchor, widest)]
 

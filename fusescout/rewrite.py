@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from operator import getitem as operator_getitem
 from typing import Any
 
+import torch
 from torch import fx
 
+from fusescout.constants import Split
+from fusescout.hoisting import MARK
 from fusescout.ir import Graph
 from fusescout.ir import Subgraph
 from fusescout.plan import Entry
@@ -24,6 +27,15 @@ class Replacement:
     nodes: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Two operators in the place of one: `prepare` makes constants of parameters, `steady` does the rest."""
+
+    split: Split
+    prepare: Callable[..., Any]
+    steady: Callable[..., Any]
+
+
 def rewrite(
     module: fx.GraphModule,
     graph: Graph,
@@ -36,7 +48,7 @@ def rewrite(
         module: the ATen graph module that `graph` was encoded from (same node names).
         graph: its plain-data form.
         entries: plan entries, most important first.
-        operator: gives the callable that computes an entry's sub-graph.
+        operator: gives the callable that computes an entry's sub-graph, or a `Prepared`.
     """
     cut = [(region, *graph.subgraph(region.nodes)) for region in find_regions(graph)]
     current = {n.name: n for n in module.graph.nodes}
@@ -88,7 +100,7 @@ def _replace(
     late: Sequence[fx.Node],
     inputs: Sequence[fx.Node],
     outputs: Sequence[str],
-    operator: Callable[..., Any],
+    operator: Callable[..., Any] | Prepared,
 ) -> dict[str, fx.Node]:
     """Put one call in the members' place; gives the node that now stands for each output."""
     by_name = {n.name: n for n in members}
@@ -96,8 +108,12 @@ def _replace(
     for node in late:
         cursor.append(node)
         cursor = node
-    with graph.inserting_after(members[-1]):
-        call = graph.call_function(operator, tuple(inputs))
+    with graph.inserting_before(members[-1].next):
+        if isinstance(operator, Prepared):
+            kept = [inputs[k] for k in operator.split.kept]
+            call = graph.call_function(operator.steady, (*kept, *_prepared(graph, operator, inputs)))
+        else:
+            call = graph.call_function(operator, tuple(inputs))
     values = tuple(by_name[o].meta.get("val") for o in outputs)
     call.meta = {**by_name[outputs[0]].meta, "val": values[0] if len(outputs) == 1 else values}
     stands: dict[str, fx.Node] = {}
@@ -114,3 +130,19 @@ def _replace(
     for node in reversed(members):
         graph.erase_node(node)
     return stands
+
+
+def _prepared(graph: fx.Graph, operator: Prepared, inputs: Sequence[fx.Node]) -> list[fx.Node]:
+    """Nodes of the prepared values, marked to be hoisted; to be called where nodes are being inserted."""
+    sources = [inputs[k] for k in operator.split.sources]
+    near = sources[0].meta["val"].detach()
+    specs = operator.split.prepare.output_specs
+    values = [near.new_empty_strided(s.shape, s.stride, dtype=getattr(torch, s.dtype)) for s in specs]
+    call = graph.call_function(operator.prepare, tuple(sources))
+    call.meta = {"val": values[0] if len(values) == 1 else tuple(values), MARK: True}
+    if len(values) == 1:
+        return [call]
+    made = [graph.call_function(operator_getitem, (call, k)) for k in range(len(values))]
+    for node, value in zip(made, values, strict=True):
+        node.meta = {"val": value, MARK: True}
+    return made

@@ -241,6 +241,8 @@ class EndToEnd(Record):
     verified: bool = False
     error: ErrorStats | None = None
     composition: str = "eager"
+    memory_format: str = "preserved"
+    """What the patched model's convolutions run in: "preserved" | "channels_last"."""
     sites_patched: int = 0
     dropped: list[str] = []
     rivals: list[Rival] = []

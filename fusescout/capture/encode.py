@@ -15,6 +15,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fusescout import ir
+from fusescout.hoisting import MARK
+from fusescout.hoisting import STATIC
 
 WRITES_WHEN_TRAINING = {"batch_norm": 5, "instance_norm": 5}
 """Operators that write running statistics though their schema doesn't say so, and the place of the flag."""
@@ -68,7 +70,7 @@ def encode_graph(
                 module=module_path(node.meta, modules or {}),
                 source=source_line(node.meta),
                 mutates=writes(node),
-                is_parameter="_dynamo_static_input_type" in node.meta.get("tensor_dict", {}),
+                is_parameter=STATIC in node.meta.get("tensor_dict", {}) or bool(node.meta.get(MARK)),
             )
         )
     return ir.Graph(index, tuple(nodes), tuple(outputs))

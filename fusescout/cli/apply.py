@@ -71,8 +71,8 @@ def apply(
         )
         for name in verdict.dropped:
             terminal.out(f"dropped: {name}")
-        if kept.entries:
+        if not kept.is_empty:
             terminal.note(f'In your code: fusescout.patch(model, "{plan}")')
-    if verdict.dropped or (loaded.entries and not verdict.verified):
+    if verdict.dropped or (not loaded.is_empty and not verdict.verified):
         return EXIT_GATE
     return gate(terminal, config.fail_under, verdict)

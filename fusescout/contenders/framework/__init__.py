@@ -24,6 +24,7 @@ from fusescout.contenders.framework.batch_norm import folded_batch_norm
 from fusescout.contenders.framework.fused_convolution import cudnn_convolution
 from fusescout.contenders.framework.fused_convolution import onednn_convolution
 from fusescout.contenders.framework.gemm_activation import gemm_activation
+from fusescout.contenders.framework.shared_bias import shared_bias
 from fusescout.contenders.framework.spelled import spelled_out
 from fusescout.contenders.framework.surgery import Step
 from fusescout.contenders.preparing import prepared
@@ -33,7 +34,7 @@ from fusescout.ir import Subgraph
 from fusescout.reference import build
 from fusescout.reference import to_source
 
-RULES: tuple[Callable[[Subgraph], Step | None], ...] = (spelled_out, affine, attention, folded_batch_norm)
+RULES: tuple[Callable[[Subgraph], Step | None], ...] = (spelled_out, affine, attention, folded_batch_norm, shared_bias)
 DEVICE_RULES: dict[str, tuple[Callable[[Subgraph], Step | None], ...]] = {
     "cuda": (gemm_activation, cudnn_convolution),
     "cpu": (onednn_convolution,),
