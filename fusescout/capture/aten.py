@@ -39,6 +39,7 @@ from fusescout.capture.autocast import ambient
 from fusescout.capture.autocast import state
 from fusescout.capture.autocast import uses_autocast
 from fusescout.capture.functional import make_functional
+from fusescout.capture.literals import fold_literals
 from fusescout.capture.recompute import drop_empty_policies
 from fusescout.capture.recompute import trace_region
 from fusescout.errors import NotCapturable
@@ -81,6 +82,7 @@ def to_aten(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
             result = _retrace(ExplicitAutocast(result), example_inputs)
         _annotate(result, example_inputs)
         _drop_identities(result)
+        fold_literals(result)
         make_functional(result)
     except NotCapturable:
         raise
