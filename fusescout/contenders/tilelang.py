@@ -17,7 +17,11 @@ from fusescout.contenders.base import Built
 from fusescout.contenders.base import Runner
 from fusescout.contenders.base import Upkeep
 from fusescout.contenders.compile_seconds import cold_seconds
+from fusescout.contenders.pointwise_convolution import Product
+from fusescout.contenders.pointwise_convolution import as_product
+from fusescout.contenders.preparing import prepared
 from fusescout.contenders.repro import script
+from fusescout.convolution import CONVOLUTIONS
 from fusescout.device import Device
 from fusescout.errors import ContenderFailed
 from fusescout.ir import Subgraph
@@ -51,6 +55,10 @@ class TileLang:
 
     def variants(self, graph: Subgraph, device: Device, effort: str) -> list[Mapping[str, Any]] | str:
         """`{"template": name, **config}`, the templates in turn, so that each one's best guess comes early."""
+        product = _product(graph)
+        if isinstance(product, str):
+            return f"There is no template for this convolution, and {product}."
+        graph = product.gemm if product else graph
         reasons, searches = [], []
         for name, template in self.registry.templates.items():
             reason = template.supports(graph, device)
@@ -67,11 +75,21 @@ class TileLang:
     def build(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> Built:
         """Generate and compile one variant."""
         start = time.perf_counter()
+        product = _product(graph)
+        if isinstance(product, str):
+            raise ContenderFailed(f"There is no template for this convolution, and {product}.")
+        graph = product.gemm if product else graph
         kernel = self.kernel(graph, variant, device)
         launch = self._compile(kernel, device)
         what = [kernel.source, dict(kernel.pass_configs)]
         compile_s = cold_seconds(self.cache_dir, what, device, time.perf_counter() - start)
-        return Built(bind(graph, kernel, launch, device), compile_s, kernel.source)
+        run = bind(graph, kernel, launch, device)
+        if product is None:
+            return Built(run, compile_s, kernel.source)
+        run = product.relabelling(run)
+        if product.split is None:
+            return Built(run, compile_s, kernel.source)
+        return prepared(product.split, run, device, kernel.source, compile_s)
 
     def kernel(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> Kernel:
         """The kernel of a variant, not yet compiled.
@@ -98,8 +116,12 @@ class TileLang:
 
     def repro(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> str:
         """A script with the generated TileLang source; on the CPU with the C++ made from it."""
-        kernel = self.kernel(graph, variant, device)
-        code = _repro_cpu(graph, kernel) if device.kind == "cpu" else _repro_cuda(graph, kernel, device)
+        product = _product(graph)
+        inner = product.gemm if isinstance(product, Product) else graph
+        kernel = self.kernel(inner, variant, device)
+        code = _repro_cpu(inner, kernel) if device.kind == "cpu" else _repro_cuda(inner, kernel, device)
+        if isinstance(product, Product):
+            code += product.source("contender")
         return script(graph, device, f"tilelang {variant['template']}", code)
 
     def _compile(self, kernel: Kernel, device: Device) -> Callable[..., None]:
@@ -110,6 +132,11 @@ class TileLang:
         from fusescout.contenders.compile_cuda import compile_cuda
 
         return compile_cuda(kernel, device, self.cache_dir)
+
+
+def _product(graph: Subgraph) -> Product | str | None:
+    """The matrix product that a chain with a convolution is; None for a chain without one."""
+    return as_product(graph) if any(op.name in CONVOLUTIONS for op in graph.ops) else None
 
 
 def bind(graph: Subgraph, kernel: Kernel, launch: Callable[..., None], device: Device) -> Runner:

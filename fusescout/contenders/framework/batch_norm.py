@@ -1,4 +1,4 @@
-"""Batch norm in eval mode folded into the convolution before it.
+"""Batch norm in eval mode folded into the convolution before it, or as the scale and shift that it is.
 
 Its statistics are constants then, so weight and bias can be scaled once. They are scaled in float64 and rounded to the
 convolution's dtype once: folded in float32, an fp32 model missed the accuracy rule by up to 1.8 times, since errors of
@@ -7,6 +7,8 @@ a scale fall on a whole channel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from fusescout import convolution
@@ -24,6 +26,9 @@ from fusescout.ir import TensorSpec
 GAMMA, BETA, MEAN, VAR, TRAINING, EPS = 1, 2, 3, 4, 5, 7
 """Arguments of aten.batch_norm."""
 WIDE = "float64"
+FLOAT64, FLOAT32 = Const("dtype", WIDE), Const("dtype", "float32")
+Emit = Callable[..., Ref]
+"""Appends an operator: name, arguments, spec of its result, keyword arguments."""
 
 
 def folded_batch_norm(graph: Subgraph) -> Step | None:
@@ -42,6 +47,35 @@ def folded_batch_norm(graph: Subgraph) -> Step | None:
         return "batch_norm folded into convolution", splice(
             graph, {before, index}, index, _folded(graph, conv_op, conv, op)
         )
+    return None
+
+
+def affine_batch_norm(graph: Subgraph) -> Step | None:
+    """The first batch norm with constant parameters as `x * scale + shift`, both float32, rounded to its dtype once.
+
+    For kernels that keep a product's sum in float32: unlike folded weights this adds no error. Folding rounds weights,
+    whose errors don't shrink where the products cancel, so that small outputs are further off than eager's.
+    """
+    for index, op in numbered(graph):
+        if op.name != "batch_norm" or op.args[TRAINING] is not False or not isinstance(op.args[MEAN], Ref):
+            continue
+        out = graph.tensor(index)
+        if out.requires_grad or not all(_is_constant(graph, p) for p in op.inputs[1:]):
+            continue
+        ops: list[Op] = []
+        emit = _emitter(ops)
+        scale, shift = _scale_and_shift(op, None, out.shape[1], emit)
+        shape = (1, out.shape[1], *(1 for _ in out.shape[2:]))
+        rows = []
+        for row in (scale, shift):
+            narrow = emit("_to_copy.default", (row,), TensorSpec((out.shape[1],), "float32", (1,)), dtype=FLOAT32)
+            rows.append(emit("view.default", (narrow, shape), _contiguous(shape, "float32")))
+        wide = replace(out, dtype="float32")
+        result = emit("mul.Tensor", (op.args[0], rows[0]), wide)
+        result = emit("add.Tensor", (result, rows[1]), wide)
+        if out.dtype != "float32":
+            emit("_to_copy.default", (result,), out, dtype=Const("dtype", out.dtype))
+        return "batch_norm as scale and shift", splice(graph, {index}, index, ops)
     return None
 
 
@@ -69,62 +103,68 @@ def _is_plain(graph: Subgraph, norm: int, conv: int, read: Convolution) -> bool:
 def _folded(graph: Subgraph, conv_op: Op, conv: Convolution, norm: Op) -> list[Op]:
     """Operators in the place of both; the last one is the convolution. `Ref(-k)` is the k-th of these."""
     assert isinstance(norm.out, TensorSpec)
-    dtype, weight = norm.out.dtype, graph.tensor(conv.weight)
-    channels = norm.out.shape[1]
-    row = TensorSpec((channels,), WIDE, (1,))
+    dtype, weight, channels = norm.out.dtype, graph.tensor(conv.weight), norm.out.shape[1]
     ops: list[Op] = []
-
-    def emit(name: str, args: tuple[Any, ...], out: TensorSpec, **kwargs: Any) -> Ref:
-        ops.append(Op(f"aten.{name}", args, tuple(kwargs.items()), out))
-        return Ref(-len(ops))
-
-    def widened(value: Any, like: TensorSpec = row) -> Ref:
-        return emit("_to_copy.default", (value,), like, dtype=Const("dtype", WIDE))
-
-    shifted = emit("add.Scalar", (widened(norm.args[VAR]), norm.args[EPS]), row)
-    scale = emit("rsqrt.default", (shifted,), row)
-    if isinstance(norm.args[GAMMA], Ref):
-        scale = emit("mul.Tensor", (scale, widened(norm.args[GAMMA])), row)
-    wide_weight = TensorSpec(weight.shape, WIDE, weight.stride)
-    scaled = _scaled(conv, widened(Ref(conv.weight), wide_weight), scale, wide_weight, emit)
-    new_weight = emit("_to_copy.default", (scaled,), weight_spec(weight, dtype), dtype=Const("dtype", dtype))
-    shift = widened(norm.args[MEAN])
-    if conv.bias is not None:
-        shift = emit("sub.Tensor", (shift, widened(Ref(conv.bias))), row)
-    shift = emit("neg.default", (emit("mul.Tensor", (shift, scale), row),), row)
-    if isinstance(norm.args[BETA], Ref):
-        shift = emit("add.Tensor", (shift, widened(norm.args[BETA])), row)
-    narrow = TensorSpec((channels,), dtype, (1,))
-    new_bias = emit("_to_copy.default", (shift,), narrow, dtype=Const("dtype", dtype))
+    emit = _emitter(ops)
+    scale, shift = _scale_and_shift(norm, conv.bias, channels, emit)
+    wide = TensorSpec(weight.shape, WIDE, weight.stride)
+    scaled = _scaled(conv, emit("_to_copy.default", (Ref(conv.weight),), wide, dtype=FLOAT64), scale, wide, emit)
+    narrow = TensorSpec(weight.shape, dtype, weight.stride), TensorSpec((channels,), dtype, (1,))
+    new_weight = emit("_to_copy.default", (scaled,), narrow[0], dtype=Const("dtype", dtype))
+    new_bias = emit("_to_copy.default", (shift,), narrow[1], dtype=Const("dtype", dtype))
     kwargs = tuple((k, v) for k, v in conv_op.kwargs if k != "bias")
     ops.append(Op(conv_op.target, (conv_op.args[0], new_weight, new_bias, *conv_op.args[3:]), kwargs, norm.out))
     return ops
 
 
-def weight_spec(weight: TensorSpec, dtype: str) -> TensorSpec:
-    return TensorSpec(weight.shape, dtype, weight.stride)
+def _emitter(ops: list[Op]) -> Emit:
+    def emit(name: str, args: tuple[Any, ...], out: TensorSpec, **kwargs: Any) -> Ref:
+        ops.append(Op(f"aten.{name}", args, tuple(kwargs.items()), out))
+        return Ref(-len(ops))
+
+    return emit
 
 
-def _scaled(conv: Convolution, weight: Ref, scale: Ref, spec: TensorSpec, emit: Any) -> Ref:
+def _scale_and_shift(norm: Op, bias: int | None, channels: int, emit: Emit) -> tuple[Ref, Ref]:
+    """What batch norm multiplies by and adds, in float64; `bias` was added to its input before."""
+    row = TensorSpec((channels,), WIDE, (1,))
+
+    def widened(value: Any) -> Ref:
+        return emit("_to_copy.default", (value,), row, dtype=FLOAT64)
+
+    shifted = emit("add.Scalar", (widened(norm.args[VAR]), norm.args[EPS]), row)
+    scale = emit("rsqrt.default", (shifted,), row)
+    if isinstance(norm.args[GAMMA], Ref):
+        scale = emit("mul.Tensor", (scale, widened(norm.args[GAMMA])), row)
+    shift = widened(norm.args[MEAN])
+    if bias is not None:
+        shift = emit("sub.Tensor", (shift, widened(Ref(bias))), row)
+    shift = emit("neg.default", (emit("mul.Tensor", (shift, scale), row),), row)
+    if isinstance(norm.args[BETA], Ref):
+        shift = emit("add.Tensor", (shift, widened(norm.args[BETA])), row)
+    return scale, shift
+
+
+def _scaled(conv: Convolution, weight: Ref, scale: Ref, spec: TensorSpec, emit: Emit) -> Ref:
     """The weight times one factor for each output channel."""
     kernel = spec.shape[2:]
     if not conv.transposed:  # [out, in / groups, ...]
         shape = (spec.shape[0], *(1 for _ in spec.shape[1:]))
         factor = emit("view.default", (scale, shape), _contiguous(shape, spec.dtype))
-        return emit("mul.Tensor", (weight, factor), spec)  # type: ignore[no-any-return]
+        return emit("mul.Tensor", (weight, factor), spec)
     inner, outer = spec.shape[0] // conv.groups, spec.shape[1]  # [in, out / groups, ...]
     shape = (conv.groups, 1, outer, *(1 for _ in kernel))
     factor = emit("view.default", (scale, shape), _contiguous(shape, spec.dtype))
     if conv.groups == 1:
         flat = (1, outer, *(1 for _ in kernel))
-        return emit("mul.Tensor", (weight, emit("view.default", (scale, flat), _contiguous(flat, spec.dtype))), spec)  # type: ignore[no-any-return]
+        return emit("mul.Tensor", (weight, emit("view.default", (scale, flat), _contiguous(flat, spec.dtype))), spec)
     apart = (conv.groups, inner, outer, *kernel)
     product = emit(
         "mul.Tensor",
         (emit("view.default", (weight, apart), _contiguous(apart, spec.dtype)), factor),
         _contiguous(apart, spec.dtype),
     )
-    return emit("view.default", (product, spec.shape), spec)  # type: ignore[no-any-return]
+    return emit("view.default", (product, spec.shape), spec)
 
 
 def _contiguous(shape: tuple[int, ...], dtype: str) -> TensorSpec:
