@@ -204,23 +204,29 @@ def _uncovered(
     step_us: float,
 ) -> list[Rejection]:
     """Operators that cost at least 1 % of the step and lie in no region, grouped by operator and shape."""
-    rows: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
+    rows: dict[tuple[str, str, str], list[tuple[str, float]]] = defaultdict(list)
     for graph in graphs:
         for node in graph.nodes:
             if node.is_op and (graph.index, node.name) not in covered and op_class(node.target) != "view":
-                rows[node.target, str(node.out)].append((node.module, node_time_us(graph.index, node.name)))
+                group = ("dead" if node.dead else node.target, node.target, str(node.out))
+                rows[group].append((node.module, node_time_us(graph.index, node.name)))
     found = []
-    for (target, _), members in rows.items():
+    for (status, target, _), members in rows.items():
         time_us = sum(t for _, t in members)
         if time_us < 0.01 * step_us:
             continue
-        kind = op_class(target)
+        kind = "dead" if status == "dead" else op_class(target)
         code, reason = {
             "gemm": (
                 "gemm-bound",
                 "Its time is the matrix product itself, and nothing pointwise follows that could ride along.",
             ),
             "attention": ("one-op", "Attention is one fused kernel already."),
+            "rnn": ("one-op", "A recurrent layer is one call of the library, which fuses its steps."),
+            "dead": (
+                "unsupported",
+                "Nobody reads its result: there is nothing to fuse, and a patched model leaves it out.",
+            ),
             "conv": ("one-op", "A convolution that nothing pointwise follows is the library's one kernel already."),
         }.get(kind, ("unsupported", f"No template family covers {target} here."))
         found.append(

@@ -26,6 +26,7 @@ _NAMES = {
         "convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
         "cudnn_convolution mkldnn_convolution miopen_convolution"
     ),
+    "rnn": "lstm gru rnn_tanh rnn_relu",
     "attention": (
         "scaled_dot_product_attention _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
         "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu "
@@ -112,7 +113,8 @@ def op_class(target: str) -> str:
     """Which kind of operator an overload is.
 
     Returns:
-        "gemm", "conv", "attention", "pointwise", "reduction", "norm", "softmax", "view", "copy", "random" or "other".
+        "gemm", "conv", "rnn", "attention", "pointwise", "reduction", "norm", "softmax", "view", "copy", "random" or
+        "other".
     """
     if target.split(".")[0] not in ("aten", "prims", "operator", "_operator", "builtins", "getitem"):
         return "other"
@@ -152,6 +154,8 @@ def cost(op: Node | Op, specs: Sequence[Out]) -> Cost:
         return Cost(_gemm_flops(op, name, of, out_numel), nbytes)
     if kind == "conv":
         return Cost(_conv_flops(op, name, of, out_numel), nbytes)
+    if kind == "rnn":
+        return Cost(_recurrent_flops(op, of), nbytes)
     if kind == "attention":
         return Cost(_attention_flops(op, of), nbytes)
     if kind == "pointwise":
@@ -247,6 +251,15 @@ def _conv_flops(op: Node | Op, name: str, of: dict[str | int, Out], out_numel: f
     transposed = "transpose" in name or (name.endswith("convolution") and len(op.args) > 6 and op.args[6] is True)
     flops = 2.0 * (image.numel if transposed else out_numel) * math.prod(weight.shape[1:])
     return flops + out_numel if _operand(op, 2, of) is not None else flops
+
+
+def _recurrent_flops(op: Node | Op, of: dict[str | int, Out]) -> float:
+    """Each weight matrix is applied to every step of every sequence."""
+    data = _operand(op, 0, of)
+    weights = [s for arg in op.args[1:] if isinstance(arg, tuple) for a in arg if (s := _tensor(a, of)) is not None]
+    if data is None or not data.shape:
+        return 0.0
+    return 2.0 * sum(s.numel for s in weights if len(s.shape) == 2) * (data.numel // max(data.shape[-1], 1))
 
 
 def _attention_flops(op: Node | Op, of: dict[str | int, Out]) -> float:

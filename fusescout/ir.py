@@ -114,6 +114,8 @@ class Node:
     source: str = ""
     mutates: bool = False
     is_parameter: bool = False
+    dead: bool = False
+    """Nobody reads its result, so it counts as no reader either (`liveness.py`)."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -144,9 +146,10 @@ class Graph:
 
     @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
+        """Who reads each node, dead ones left out."""
         found: dict[str, list[str]] = {n.name: [] for n in self.nodes}
         for node in self.nodes:
-            for name in node.inputs:
+            for name in () if node.dead else node.inputs:
                 found[name].append(node.name)
         return {k: tuple(v) for k, v in found.items()}
 

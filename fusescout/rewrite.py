@@ -55,6 +55,9 @@ def rewrite(
     place = {n: k for k, n in enumerate(module.graph.nodes)}
     used: set[str] = set()
     done: list[Replacement] = []
+    for node in reversed(graph.nodes):
+        if node.dead:  # it may read what a region keeps to itself
+            module.graph.erase_node(current.pop(node.name))
     for entry in entries:
         key = entry.key
         for region, subgraph, inputs in cut:

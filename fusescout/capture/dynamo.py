@@ -19,8 +19,9 @@ SETTINGS = {
     "suppress_errors": False,
     "recompile_limit": 256,
     "accumulated_recompile_limit": 4096,
+    "allow_rnn": True,
 }
-"""Every shape and number is fixed, and all graphs of one call are kept, however many."""
+"""Every shape and number is fixed, all graphs of one call are kept, however many, and a recurrent layer is a node."""
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fusescout import ir
 from fusescout.hoisting import MARK
 from fusescout.hoisting import STATIC
+from fusescout.liveness import dead
 
 WRITES_WHEN_TRAINING = {"batch_norm": 5, "instance_norm": 5}
 """Operators that write running statistics though their schema doesn't say so, and the place of the flag."""
@@ -73,7 +75,8 @@ def encode_graph(
                 is_parameter=STATIC in node.meta.get("tensor_dict", {}) or bool(node.meta.get(MARK)),
             )
         )
-    return ir.Graph(index, tuple(nodes), tuple(outputs))
+    idle = dead(nodes, outputs)
+    return ir.Graph(index, tuple(replace(n, dead=n.name in idle) for n in nodes), tuple(outputs))
 
 
 def target_name(node: fx.Node) -> str:
