@@ -7,6 +7,7 @@ candidate with a count. What is no candidate keeps its reason.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -117,8 +118,13 @@ def _disjoint(members: list[tuple[Region, Graph]]) -> list[tuple[Region, Graph]]
     return kept
 
 
-def lower_bound(subgraph: Subgraph, device: Device) -> tuple[float, float, float]:
-    """(µs no kernel can go below, FLOPs, bytes that must cross memory) of one execution."""
+def lower_bound(subgraph: Subgraph, device: Device, seen_us: float = math.inf) -> tuple[float, float, float]:
+    """(µs no kernel can go below, FLOPs, bytes that must cross memory) of one execution.
+
+    Args:
+        seen_us: what it took the framework. If that is less than the FLOPs allow, they are not what it computes
+            (cuDNN takes TF32 for float32, Winograd halves the products), and only the bytes bound it.
+    """
     flops = sum(cost(op, [subgraph.value(i) for i in op.inputs])[0] for op in subgraph.ops)
     nbytes = float(sum(s.nbytes for s in (*subgraph.inputs, *subgraph.output_specs)))
     heavy = [op for op in subgraph.ops if op.name in GEMMS or op_class(op.target) == "conv"]
@@ -128,6 +134,8 @@ def lower_bound(subgraph: Subgraph, device: Device) -> tuple[float, float, float
         rate = device.flops_per_s.get(dtype) or max(device.flops_per_s.values(), default=0.0)
         gemm_flops = sum(cost(op, [subgraph.value(i) for i in op.inputs])[0] for op in heavy)
         compute_s = gemm_flops / rate if rate else 0.0
+        if compute_s * 1e6 > seen_us:
+            compute_s = 0.0
     memory_s = nbytes / device.copy_bytes_per_s if device.copy_bytes_per_s else 0.0
     return max(compute_s, memory_s) * 1e6, flops, nbytes
 
@@ -142,7 +150,7 @@ def _price(
     device: Device,
 ) -> Candidate:
     time_us = sum(node_time_us(g.index, n) for r, g in members for n in r.nodes)
-    bound_us, flops, nbytes = lower_bound(subgraph, device)
+    bound_us, flops, nbytes = lower_bound(subgraph, device, time_us / len(members))
     busy_ops = sum(1 for op in subgraph.ops if op_class(op.target) != "view")
     sites = tuple(
         Site(
