@@ -47,6 +47,7 @@ class Way:
     backend: Backend | None = None
     composition: Composition | None = None
     peak_bytes: int | None = None
+    note: str = ""
 
 
 def compare(
@@ -100,9 +101,9 @@ class _Bench:
         for name, options in rivals:
             self.on_event("end to end", 0, 0, f"building {name}")
             try:
-                self.ways.append(
-                    _warm(name, self.workload, torch.compile(self.workload.model, dynamic=False, **options))
-                )
+                way = _warm(name, self.workload, torch.compile(self.workload.model, dynamic=False, **options))
+                off = self.judge.hear(name, way.model)
+                self.ways.append(replace(way, note=f"By the rule for patched models it is off: {off}" if off else ""))
             except Exception as error:  # isolation boundary: a rival that can't run is a fact to report
                 self.failed.append(Rival(name=name, reason=_line(error)))
 
@@ -258,7 +259,13 @@ def _conclude(
     noise = ratio(eager, samples["eager again"])
     patched = [w for w in ways if w.backend is not None]
     rivals = [
-        Rival(name=w.name, time=median_interval(samples[w.name]), compile_s=w.compile_s, peak_bytes=w.peak_bytes)
+        Rival(
+            name=w.name,
+            time=median_interval(samples[w.name]),
+            compile_s=w.compile_s,
+            reason=w.note,
+            peak_bytes=w.peak_bytes,
+        )
         for w in ways
         if w.name not in ("eager", "eager again")
     ] + failed
@@ -293,7 +300,8 @@ def _conclude(
     gains = speedup.low > 1.0 and speedup.mid >= config.min_gain
     accepted = error is not None and gains and over_rival.high >= 1.0
     layout = ", convolutions channels-last" if best.backend.counters.relaid else ""
-    sites = f"{best.backend.counters.sites} sites{layout}, the rest run by {best.composition}"
+    exact = "" if error is None or error.against == "eager" else f", no more exact than {error.against}"
+    sites = f"{best.backend.counters.sites} sites{layout}, the rest run by {best.composition}{exact}"
     if isinstance(checked, str):
         verdict = f"Keep the framework code: the patched model is wrong in the end ({checked})."
     elif not gains:

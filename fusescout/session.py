@@ -139,6 +139,8 @@ class ErrorStats(Record):
     eager_max: float
     cases: int
     deterministic: bool = True
+    against: str = "eager"
+    """Whose error is the measure; another of the framework's ways only for a whole model."""
 
 
 class ContenderResult(Record):

@@ -231,11 +231,12 @@ def gradients(run: Runner, inputs: Sequence[Tensor], wanted: Sequence[int]) -> t
 
 
 def check_model_outputs(
-    outputs: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor]
+    outputs: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor], factor: float = 1.0
 ) -> ErrorStats | str:
     """Hold a whole model's outputs against eager and the float64 model; a sentence says what is wrong.
 
     There is one set of inputs only, so for outputs of few elements eager's error counts for more: by 1 + 8 / elements.
+    `factor` scales what eager's error counts for.
     """
     tally = _Tally(len(eager))
     if len(outputs) != len(eager):
@@ -243,7 +244,7 @@ def check_model_outputs(
     for k, (out, e, t) in enumerate(zip(outputs, eager, truth, strict=True)):
         if out.dtype != e.dtype or out.shape != e.shape:
             return f"Output {k} is {out.dtype}{list(out.shape)} where eager gives {e.dtype}{list(e.shape)}."
-        errors = Allowance(e, t, slack=1 + 8 / max(e.numel(), 1)).judge(out)
+        errors = Allowance(e, t, slack=factor * (1 + 8 / max(e.numel(), 1))).judge(out)
         tally.add([errors], k)
         if errors.reason:
             return f"Output {k} has {errors.reason}."
