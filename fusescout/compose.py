@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from fusescout.capture.recompute import run_eagerly
+from fusescout.operators import direct
 from fusescout.plan import Composition
 
 
@@ -24,13 +25,23 @@ def compose(
         composition: how to run it.
     """
     if composition == "eager":
-        return run_eagerly(rewritten)
+        return run_eagerly(_without_dispatcher(rewritten))
     from torch._inductor.compile_fx import compile_fx
 
     _keep_origin(captured, rewritten)
     options = {"triton.cudagraphs": True} if composition == "cudagraph" else {}
     compiled: Any = compile_fx(rewritten, list(inputs), config_patches=options)
     return compiled  # type: ignore[no-any-return]
+
+
+def _without_dispatcher(rewritten: fx.GraphModule) -> fx.GraphModule:
+    """Call our operators' functions where no gradient can be asked: torch's dispatcher costs as much as a launch."""
+    straight = [(n, call) for n in rewritten.graph.nodes if n.op == "call_function" and (call := direct(n.target))]
+    for node, call in straight:
+        node.target = call
+    if straight:
+        rewritten.recompile()
+    return rewritten
 
 
 def _keep_origin(captured: fx.GraphModule, rewritten: fx.GraphModule) -> None:

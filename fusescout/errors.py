@@ -291,3 +291,23 @@ class NotAnalysed(FuseScoutError):
         super().__init__(
             "The analysis has not run yet.", "It runs when the with block ends.", "Read scout.session after the block."
         )
+
+
+class OperatorMisused(FuseScoutError):
+    """An operator in `torch.ops.fusescout` was called on tensors that its kernel was not built for."""
+
+    def __init__(self, name: str, place: int, wanted: str, given: str) -> None:
+        super().__init__(
+            f"torch.ops.fusescout.{name} can't take argument {place}.",
+            f"Its kernel is built for {wanted}; it was given {given}.",
+            "Call the patched model, whose guards choose what fits.",
+        )
+
+
+class CompositionUnavailable(FuseScoutError):
+    """The rest of a model can't be run in the way that was asked for."""
+
+    def __init__(self, composition: str, why: str) -> None:
+        super().__init__(
+            f"The rest of the model can't be run by {composition}.", f"{why}.", "Use --with auto, eager or inductor."
+        )

@@ -32,6 +32,7 @@ from fusescout.config import load
 from fusescout.contenders import contender_named
 from fusescout.contenders.base import Contender
 from fusescout.device import Device
+from fusescout.errors import CompositionUnavailable
 from fusescout.errors import ContenderFailed
 from fusescout.errors import NotCapturable
 from fusescout.errors import PlanMismatch
@@ -74,6 +75,8 @@ class Backend:
     """A Dynamo back end that carries out a plan."""
 
     def __init__(self, plan: Plan, device: Device | None = None, cache_dir: Path | None = None) -> None:
+        if plan.composition == "cudagraph" and plan.device_kind != "cuda":
+            raise CompositionUnavailable("cudagraph", f"CUDA graphs need a GPU, and the plan is for {plan.device_kind}")
         self.plan = plan
         self.cache_dir = cache_dir or load().cache_dir
         self.device = device or describe_device(plan.device_kind)
@@ -148,7 +151,7 @@ class Backend:
             return False
         name, kind = operator_name(entry), self.plan.device_kind
         if built.parts is None:
-            self._operators[entry.id] = define(name, subgraph, built.run, kind)
+            self._operators[entry.id] = define(name, subgraph, built.run, kind, built.call)
         else:
             split = built.parts.split
             self._operators[entry.id] = Prepared(

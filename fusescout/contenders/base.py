@@ -31,12 +31,15 @@ class Built:
     """A contender ready to run.
 
     `source` is what was generated for it, if anything. `parts` is set where it prepares constants: `run` joins them.
+    `call`, if there is one, is `run` for those in a hurry: the inputs are its arguments, and it gives the output itself
+    or a tuple of several. It trusts its arguments.
     """
 
     run: Runner
     compile_s: float
     source: str = ""
     parts: Parts | None = None
+    call: Callable[..., Any] | None = None
 
 
 class Contender(Protocol):

@@ -170,12 +170,11 @@ def _tilelang_include() -> str:
 def _caller(function: Any, order: tuple[int, ...]) -> Callable[..., None]:
     import torch
 
-    threads = torch.get_num_threads
+    from fusescout.contenders.binding import generated
 
-    def call(*tensors: Any) -> None:
-        function(*[tensors[k].data_ptr() for k in order], threads())
-
-    return call
+    addresses = "".join(f"a{k}.data_ptr(), " for k in order)
+    known = {"function": function, "threads": torch.get_num_threads}
+    return generated("launch", len(order), [f"function({addresses}threads())"], known)
 
 
 def _last_line(error: Exception) -> str:

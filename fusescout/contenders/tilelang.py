@@ -10,12 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from platformdirs import user_cache_dir
 
 from fusescout.contenders.base import Built
-from fusescout.contenders.base import Runner
 from fusescout.contenders.base import Upkeep
+from fusescout.contenders.binding import runner
+from fusescout.contenders.binding import straight
 from fusescout.contenders.compile_seconds import cold_seconds
 from fusescout.contenders.pointwise_convolution import Product
 from fusescout.contenders.pointwise_convolution import as_product
@@ -25,11 +25,9 @@ from fusescout.convolution import CONVOLUTIONS
 from fusescout.device import Device
 from fusescout.errors import ContenderFailed
 from fusescout.ir import Subgraph
-from fusescout.ir import TensorSpec
 from fusescout.registry import Registry
 from fusescout.registry import load
 from fusescout.template import Kernel
-from fusescout.template import Param
 
 EFFORT = {"quick": 4, "default": 16}
 """Configurations tried per template; "max" tries all."""
@@ -83,9 +81,10 @@ class TileLang:
         launch = self._compile(kernel, device)
         what = [kernel.source, dict(kernel.pass_configs)]
         compile_s = cold_seconds(self.cache_dir, what, device, time.perf_counter() - start)
-        run = bind(graph, kernel, launch, device)
+        call = straight(graph, kernel, launch, device)
+        run = runner(call, len(graph.outputs))
         if product is None:
-            return Built(run, compile_s, kernel.source)
+            return Built(run, compile_s, kernel.source, call=call)
         run = product.relabelling(run)
         if product.split is None:
             return Built(run, compile_s, kernel.source)
@@ -137,69 +136,6 @@ class TileLang:
 def _product(graph: Subgraph) -> Product | str | None:
     """The matrix product that a chain with a convolution is; None for a chain without one."""
     return as_product(graph) if any(op.name in CONVOLUTIONS for op in graph.ops) else None
-
-
-def bind(graph: Subgraph, kernel: Kernel, launch: Callable[..., None], device: Device) -> Runner:
-    """The runner: allocates outputs exactly as specified, passes each parameter its tensor, returns the outputs.
-
-    The Python on this path costs a few microseconds a call, so what can be known now is worked out now.
-    """
-    outputs = [_allocator(spec, device) for spec in graph.output_specs]
-    scratch = [_allocator(_scratch(p), device) for p in kernel.params if p.role == "scratch"]
-    places: list[int] = []
-    views: list[tuple[tuple[int, ...], tuple[int, ...]] | None] = []
-    for p in kernel.params:
-        if p.role == "input":
-            place, spec = p.index, graph.inputs[p.index]
-        elif p.role == "output":
-            place, spec = len(graph.inputs) + p.index, graph.output_specs[p.index]
-        else:
-            place = len(graph.inputs) + len(outputs) + sum(q.role == "scratch" for q in kernel.params[: len(places)])
-            spec = _scratch(p)
-        places.append(place)
-        # a CPU kernel takes addresses only
-        differs = device.kind == "cuda" and (p.shape, p.stride) != (spec.shape, spec.stride)
-        views.append((p.shape, p.stride) if differs else None)
-    # vector loads need 16-byte addresses; where the captured tensor had one, a caller's later view may not
-    wide = [
-        p.index for p in kernel.params if p.role == "input" and graph.inputs[p.index].aligned and device.kind == "cuda"
-    ]
-    on_host = [
-        p.index
-        for p in kernel.params
-        if p.role == "input" and device.kind == "cuda" and not graph.inputs[p.index].shape
-    ]
-
-    def run(inputs: Sequence[Any]) -> tuple[Any, ...]:
-        for k in on_host:
-            if not inputs[k].is_cuda:
-                inputs = [*inputs[:k], inputs[k].cuda(), *inputs[k + 1 :]]
-        for k in wide:
-            if inputs[k].data_ptr() & 15:
-                inputs = [*inputs[:k], _realigned(inputs[k]), *inputs[k + 1 :]]
-        made = [make() for make in outputs]
-        every = [*inputs, *made, *[make() for make in scratch]]
-        launch(*[every[k] if v is None else every[k].as_strided(*v) for k, v in zip(places, views, strict=True)])
-        return tuple(made)
-
-    return run
-
-
-def _scratch(p: Param) -> TensorSpec:
-    return TensorSpec(p.shape, p.dtype, p.stride)
-
-
-def _allocator(spec: TensorSpec, device: Device) -> Callable[[], Any]:
-    """Makes an uninitialised tensor of `spec`."""
-    dtype, shape, stride, kind = getattr(torch, spec.dtype), spec.shape, spec.stride, device.kind
-    if spec.is_contiguous:
-        return lambda: torch.empty(shape, dtype=dtype, device=kind)
-    return lambda: torch.empty_strided(shape, stride, dtype=dtype, device=kind)
-
-
-def _realigned(tensor: Any) -> Any:
-    """The same values and strides at a fresh address."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _repro_cuda(graph: Subgraph, kernel: Kernel, device: Device) -> str:

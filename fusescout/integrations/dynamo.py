@@ -39,8 +39,12 @@ def backend(
         raise BackendOption(f"it does not know {', '.join(unknown)}")
     if "plan" not in given:
         raise BackendOption("it needs a plan")
+    from fusescout.integrations.by_shape import ByShape
+    from fusescout.integrations.by_shape import is_open
+
     plan = given["plan"]
-    return _backend(plan if not isinstance(plan, str | Path) else str(plan), given.get("composition"))(module, inputs)
+    carry_out = _backend(plan if not isinstance(plan, str | Path) else str(plan), given.get("composition"))
+    return ByShape(carry_out, module, inputs) if is_open(inputs) else carry_out(module, inputs)
 
 
 @functools.lru_cache(maxsize=16)

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from row_cases import PIECES
+from row_cases import ROWS
+from row_cases import WIDE
 from template_cases import OPERATORS
 from template_cases import POINTWISE
 from template_cases import REFUSED
@@ -17,15 +20,16 @@ from template_cases import trace
 
 from fusescout.contenders.compile_cpu import c_source
 from fusescout.contenders.compile_cpu import compile_cpu
+from fusescout.contenders.binding import bind
 from fusescout.contenders.tilelang import TileLang
-from fusescout.contenders.tilelang import bind
 from fusescout.device import Device
 from fusescout.registry import load
 from fusescout.verify import Verifier
 
 CPU = Device("cpu", "cpu", "x86_64", 2)
 TEMPLATES = load().templates
-HALVES = ("bias_gelu", "add_rms_norm", "row_scale")
+SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES
+HALVES = ("bias_gelu", "add_rms_norm", "row_scale", "group_norm", "cross_entropy", "rotary")
 
 
 def conform(case, folder, optimise, dtype=None):
@@ -55,13 +59,13 @@ def test_operators(case, folder):
     conform(case, folder, "-O3")
 
 
-@pytest.mark.parametrize("case", POINTWISE + ROWWISE, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", SHAPES, ids=lambda c: c.name)
 def test_shapes(case, folder):
     conform(case, folder, "-O1")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", [c for c in POINTWISE + ROWWISE if c.name in HALVES], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in SHAPES if c.name in HALVES], ids=lambda c: c.name)
 def test_16_bit(case, dtype, folder):
     conform(case, folder, "-O1", dtype)
 

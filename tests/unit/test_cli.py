@@ -20,6 +20,7 @@ from sample_session import accepted
 from sample_session import all_kept
 
 from fusescout import cli
+from fusescout.cli.options import spell
 from fusescout.cli.runfolder import place_for
 from fusescout.config import Config
 from fusescout.errors import FuseScoutError
@@ -134,7 +135,8 @@ def test_every_setting_has_an_option_with_its_name_and_default() -> None:
     command = typer.main.get_command(cli.app).commands["analyze"]  # type: ignore[attr-defined]
     parameters = {p.name: p for p in command.params}
     assert set(Config.model_fields) <= set(parameters)
-    assert all(f"--{n.replace('_', '-')}" in parameters[n].opts for n in Config.model_fields)
+    assert all(spell(n) in parameters[n].opts for n in Config.model_fields)
+    assert "--with" in parameters["compose"].opts
     for name, info in Config.model_fields.items():
         shown = re.search(r"\[default: (.*)\]", parameters[name].help or "")
         if isinstance(info.default, int | float) and not isinstance(info.default, bool):
