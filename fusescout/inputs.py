@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fusescout.convolution import CONVOLUTIONS
 from fusescout.ir import FLOATS
+from fusescout.ir import Ref
 from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
 
@@ -20,6 +22,7 @@ QUICK = ("captured", "normal", "special")
 """Cases every variant must pass before it is timed."""
 FULL = ("captured", "normal", "like", "shuffled", "small", "large", "nan", "+inf", "-inf", "constant")
 """Cases the best variant of a contender must pass."""
+SPECIAL = frozenset({"nan", "+inf", "-inf", "special"})
 TIMING, FRESH = "captured", "shuffled"
 
 
@@ -84,6 +87,9 @@ class InputSource:
         "shuffled": the captured values at other places · "small", "large": captured scaled by 1e-3 and 1e3 within the
         dtype's range · "nan", "+inf", "-inf": one such value in each floating input · "special": all three ·
         "constant": every row holds one value that needs few bits, so that its sums are exact.
+
+        Parameters of convolutions and batch norms stay finite, and variances positive: no model has others, and a
+        folded weight need not do with them what the two operators do.
         """
         if self.captured is None and case in ("captured", "like", "shuffled"):
             case = "normal"
@@ -92,12 +98,25 @@ class InputSource:
         for k, spec in enumerate(self.graph.inputs):
             generator = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + order * 1009 + k * 31 + draw)
             seen = None if self.captured is None else self.captured[k]
-            value = _value(case, spec, seen, generator)
+            role = _parameter(self.graph, k)
+            value = _value("normal" if role and case in SPECIAL else case, spec, seen, generator)
+            if role == "variance":
+                value = value.abs() + 2**-6
             if draw and spec.dtype in FLOATS:
                 noise = torch.rand(value.shape, generator=generator, device=self.device)
                 value = value * (1 + noise.to(value.dtype) / 64)
             made.append(place(value, spec, self.device))
         return made
+
+
+def _parameter(graph: Subgraph, index: int) -> str:
+    """ "parameter" or "variance" for constants that only convolutions and batch norms read, else nothing."""
+    if not graph.inputs[index].constant:
+        return ""
+    users = [op for value in graph.users(index) if (op := graph.op_of(value))]
+    if any(op.name not in (*CONVOLUTIONS, "batch_norm") or op.args[0] == Ref(index) for op in users):
+        return ""
+    return "variance" if any(op.name == "batch_norm" and op.args[4] == Ref(index) for op in users) else "parameter"
 
 
 def _value(case: str, spec: TensorSpec, seen: Tensor | None, generator: torch.Generator) -> Tensor:
@@ -135,13 +154,15 @@ def _value(case: str, spec: TensorSpec, seen: Tensor | None, generator: torch.Ge
 def _discrete(
     case: str, shape: list[int], dtype: torch.dtype, distinct: Tensor | None, generator: torch.Generator
 ) -> Tensor:
-    """Integers and booleans: only values that were seen, or at least from their range, so that indices stay valid."""
+    """Integers and booleans: only values that were seen; others in their range may be invalid, as classes < 0 are."""
     if distinct is not None and case in ("captured", "small", "large", "constant", "special"):
         return distinct
     if distinct is not None and case != "normal":
         return _moved(distinct, generator)
-    low, high = (0, 1) if distinct is None or distinct.numel() == 0 else (int(distinct.min()), int(distinct.max()))
-    return torch.randint(low, high + 1, shape, generator=generator, device=generator.device).to(dtype)
+    if distinct is None or distinct.numel() == 0:
+        return torch.randint(0, 2, shape, generator=generator, device=generator.device).to(dtype)
+    chosen = torch.randint(distinct.numel(), shape, generator=generator, device=generator.device)
+    return distinct.flatten()[chosen].to(dtype)
 
 
 def _moved(values: Tensor, generator: torch.Generator) -> Tensor:

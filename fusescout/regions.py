@@ -12,21 +12,22 @@ from dataclasses import dataclass
 
 from fusescout.aliasing import Aliases
 from fusescout.convolution import CONVOLUTIONS
-from fusescout.flops import op_class
 from fusescout.flow import Flow
 from fusescout.flow import grow
 from fusescout.ir import Graph
 from fusescout.ir import Node
-from fusescout.ir import Ref
 from fusescout.ir import TensorSpec
-from fusescout.randomness import draws
+from fusescout.nodekinds import REGROUPS
+from fusescout.nodekinds import is_pointwise
+from fusescout.nodekinds import shape_of
+from fusescout.regions_pieces import find_pieces
+from fusescout.regions_rows import SOFTMAXES
+from fusescout.regions_rows import find_rows
+from fusescout.regions_rows import row_form
 
 MAX_INPUTS = 12
 GEMMS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
 EPILOGUE_GEMMS = frozenset({"linear", "addmm", "mm", "matmul"})
-NORMS = frozenset({"layer_norm", "rms_norm", "softmax", "_softmax", "log_softmax", "_log_softmax"})
-REDUCTIONS = frozenset({"mean", "sum", "amax", "amin", "var"})
-REGROUPS = frozenset({"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten"})
 LAYOUTS = frozenset({*REGROUPS, "transpose", "permute", "t", "expand", "contiguous", "clone", "_to_copy", "to"})
 
 
@@ -37,41 +38,6 @@ class Region:
     graph: int
     family: str
     nodes: tuple[str, ...]
-
-
-def shape_of(node: Node) -> tuple[int, ...] | None:
-    return node.out.shape if isinstance(node.out, TensorSpec) else None
-
-
-def is_pointwise(node: Node) -> bool:
-    """True for element-by-element operators with one tensor result and no side effect."""
-    if node.mutates or not isinstance(node.out, TensorSpec) or node.out.numel == 0:
-        return False
-    if draws(node):
-        return False
-    if node.op == "batch_norm":
-        return len(node.args) > 5 and node.args[5] is False
-    return op_class(node.target) == "pointwise"
-
-
-def reduces_last(node: Node, graph: Graph) -> tuple[int, ...] | None:
-    """The input shape of a node that reduces over its last dimension and keeps the others, else None."""
-    if node.mutates or not node.args or not isinstance(node.args[0], Ref) or not isinstance(node.out, TensorSpec):
-        return None
-    source = shape_of(graph.by_name[str(node.args[0].to)])
-    if source is None or not source or node.out.numel == 0:
-        return None
-    rank = len(source)
-    if node.op in ("layer_norm", "rms_norm"):
-        normalized = node.args[1]
-        return source if isinstance(normalized, tuple) and len(normalized) == 1 else None
-    if node.op in NORMS:
-        return source if node.args[1] in (-1, rank - 1) else None
-    if node.op in REDUCTIONS and len(source) == len(node.out.shape):
-        dims = node.args[1] if len(node.args) > 1 else None
-        dims = (dims,) if isinstance(dims, int) else dims
-        return source if dims in ((-1,), (rank - 1,)) and source[-1] > 1 else None
-    return None
 
 
 def find_regions(graph: Graph) -> tuple[Region, ...]:
@@ -99,9 +65,9 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
         if node.op in CONVOLUTIONS and node.is_op and isinstance(node.out, TensorSpec):
             for names in _behind_convolution(flow, node):
                 add("conv_epilogue", names)
-    for names in _rowwise(flow):
+    for names in find_rows(flow):
         add("rowwise", names)
-    for names in _pointwise(flow):
+    for names in (*_pointwise(flow), *find_pieces(flow)):
         add("pointwise", names)
     return tuple(found.values())
 
@@ -260,27 +226,6 @@ def _branch_to_gemm(graph: Graph, name: str) -> tuple[Node, set[str]] | None:
         name = node.inputs[0]
 
 
-def _rowwise(flow: Flow) -> list[set[str]]:
-    graph = flow.graph
-    taken: set[str] = set()
-    regions = []
-    for node in graph.nodes:
-        space = reduces_last(node, graph)
-        if space is None or node.name in taken:
-            continue
-        rows = (*space[:-1], 1)
-
-        def fits(other: Node, space: tuple[int, ...] = space, rows: tuple[int, ...] = rows) -> bool:
-            if is_pointwise(other):
-                return shape_of(other) in (space, rows)
-            return reduces_last(other, graph) == space
-
-        region = grow(flow, {node.name}, fits, backward=True)
-        taken |= {n for n in region if reduces_last(graph.by_name[n], graph) is not None}
-        regions.append(region)
-    return regions
-
-
 def _pointwise(flow: Flow) -> list[set[str]]:
     graph = flow.graph
     taken: set[str] = set()
@@ -303,7 +248,8 @@ def _attention(flow: Flow) -> list[set[str]]:
     graph = flow.graph
     regions = []
     for node in graph.nodes:
-        if node.op not in ("softmax", "_softmax") or reduces_last(node, graph) is None:
+        form = row_form(node, graph)
+        if node.op not in ("softmax", "_softmax") or form is None or form.dims != (len(form.shape) - 1,):
             continue
         up = _walk(graph, node.inputs[0], lambda n: n.inputs[0] if n.inputs else None)
         down = _walk(graph, node.name, lambda n: graph.users[n.name][0] if len(graph.users[n.name]) == 1 else None)
@@ -322,7 +268,7 @@ def _walk(graph: Graph, name: str, step: Callable[[Node], str | None]) -> set[st
         path.add(current)
         if node.op in ("bmm", "matmul", "baddbmm"):
             return path
-        if not (is_pointwise(node) or node.op in LAYOUTS or node.op in NORMS):
+        if not (is_pointwise(node) or node.op in LAYOUTS or node.op in SOFTMAXES):
             return None
         current = step(node)
     return None

@@ -5,14 +5,17 @@ from fusescout.templates.space import Operand
 
 
 def signature(name: str, operands: tuple, dialect: Dialect) -> str:
-    """Head of the prim_func. Parameters are declared as the tensors are; `flat` gives them one dimension."""
+    """Head of the prim_func, from one operand for each parameter.
+
+    They are declared as the tensors are; `flat` gives them one dimension.
+    """
     lines = ["", "@T.prim_func", f"def {name}("]
     for o in operands:
         if dialect.cpu:  # only addresses are passed
-            lines.append(f'    {o.name}: T.Tensor(({o.span},), "{dialect.storage(o.dtype)}"),')
+            lines.append(f'    {o.buffer}: T.Tensor(({o.span},), "{dialect.storage(o.dtype)}"),')
         else:
             p = o.param
-            lines.append(f'    {o.name}_: T.StridedTensor({p.shape}, {p.stride}, "{p.dtype}"),')
+            lines.append(f'    {o.buffer}_: T.StridedTensor({p.shape}, {p.stride}, "{p.dtype}"),')
     return "\n".join([*lines, "):", ""])
 
 
@@ -20,7 +23,7 @@ def flat(operands: tuple, dialect: Dialect) -> list:
     """Lines that give each parameter its one-dimensional form (bools as bytes, which have vector loads)."""
     if dialect.cpu:
         return []
-    return [f'{o.name} = T.Tensor(({o.span},), "{buffer_dtype(o, dialect)}", {o.name}_.data)' for o in operands]
+    return [f'{o.buffer} = T.Tensor(({o.span},), "{buffer_dtype(o, dialect)}", {o.buffer}_.data)' for o in operands]
 
 
 def buffer_dtype(o: Operand, dialect: Dialect) -> str:

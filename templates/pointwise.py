@@ -1,9 +1,10 @@
-"""Pointwise chains: any number of inputs and outputs, any strides, any broadcasting.
+"""Pointwise chains: any number of inputs and outputs, any strides, any broadcasting, views, slices, `cat` and `stack`.
 
-One walk over the first output's memory. On CUDA each block takes `threads * items` elements: loads into registers as
-wide as each operand's layout allows, the whole chain there, wide stores; elements behind the last full block go
-through a loop of their own, so that no other block tests bounds. On the CPU, rows of the collapsed space are split
-over threads and the innermost loop is left to the C++ compiler's vectoriser.
+One walk over the first output's memory; pieces of a dimension that is sliced or put together are computed side by
+side. On CUDA each block takes `threads * items` elements: loads into registers as wide as each operand's layout allows,
+the whole chain there, wide stores; elements behind the last full block go through a loop of their own, so that no other
+block tests bounds. On the CPU, rows of the collapsed space are split over threads and the innermost loop is left to the
+C++ compiler's vectoriser.
 """
 
 import math
@@ -21,6 +22,8 @@ from fusescout.templates.expression import compute_dtype
 from fusescout.templates.expression import emit
 from fusescout.templates.expression import unsupported
 from fusescout.templates.operators import Unsupported
+from fusescout.templates.pieces import Laid
+from fusescout.templates.pieces import lay_out
 from fusescout.templates.source import build
 from fusescout.templates.space import Operand
 from fusescout.templates.space import Space
@@ -38,22 +41,24 @@ FAMILY = "pointwise"
 
 
 def supports(graph: Subgraph, device: Device) -> str | None:
-    """None if every operator is pointwise and every value fits one broadcast shape."""
-    for op in graph.ops:
-        if reason := unsupported(op, graph):
-            return reason
+    """None if it is pointwise but for views that `pieces.py` resolves, and its outputs have one shape."""
     try:
         for spec in graph.inputs:
             compute_dtype(spec.dtype)
-        space_of(graph)
+        laid, _ = _parts(graph)
     except Unsupported as reason:
         return str(reason)
-    return None
+    return next((reason for op in laid.graph.ops if (reason := unsupported(op, laid.graph))), None)
+
+
+def _parts(graph: Subgraph) -> tuple[Laid, Space]:
+    laid = lay_out(graph)
+    return laid, space_of(graph, laid)
 
 
 def configs(graph: Subgraph, device: Device) -> list[Config]:
     """Block sizes, best guess first."""
-    space = space_of(graph)
+    _, space = _parts(graph)
     if device.kind == "cpu":
         return [{"block": b} for b in (16384, 4096, 65536) if b < 4 * space.numel] or [{"block": 16384}]
     widest = max(DTYPE_BYTES[o.dtype] for o in space.operands)
@@ -76,11 +81,14 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
 def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
     """The chain as one kernel."""
     dialect = dialect_for(device.kind, tuple(s.dtype for s in graph.output_specs))
-    space = space_of(graph)
+    laid, space = _parts(graph)
     name = f"fs_pointwise_{graph.key[:10]}"
-    body = _cpu(graph, space.collapsed(), config, dialect) if dialect.cpu else _cuda(graph, space, config, dialect)
-    text = dialect.header() + signature(name, space.operands, dialect) + body
-    return Kernel(build(text, name), tuple(o.param for o in space.operands), text, dialect.pass_configs)
+    if dialect.cpu:
+        body = _cpu(laid.graph, space.collapsed(), config, dialect)
+    else:
+        body = _cuda(laid.graph, space, config, dialect)
+    text = dialect.header() + signature(name, space.parameters, dialect) + body
+    return Kernel(build(text, name), tuple(o.param for o in space.parameters), text, dialect.pass_configs)
 
 
 def _chain(graph: Subgraph, space: Space, elements: dict, dialect: Dialect, cells: Cells) -> list:
@@ -103,7 +111,8 @@ def _cpu(graph: Subgraph, space: Space, config: Config, dialect: Dialect) -> str
     elements = {}
     for o in space.operands:
         inner = f"(by * {column_block} + j) * {o.strides[-1]}" if o.strides and o.strides[-1] else "0"
-        elements[o.name] = f"{o.name}[{address('r', outer, o.strides[:-1]) if outer else '0'} + {inner}]"
+        start = address("r", outer, o.strides[:-1]) if outer else "0"
+        elements[o.name] = f"{o.buffer}[{start} + {inner} + {o.offset}]"
 
     def extent(total: int, block: int, at: str) -> str:
         return str(block) if total % block == 0 else f"T.min({block}, {total} - {at} * {block})"
@@ -127,7 +136,7 @@ def _cuda(graph: Subgraph, space: Space, config: Config, dialect: Dialect) -> st
     staged = [o for o in space.operands if not o.is_scalar and o.spec.aligned]
 
     def at(o: Operand, position: str) -> str:
-        return f"{o.name}[{address(position, space.sizes, o.strides)}]"
+        return space.at(o, position)
 
     loop = f"for j in {dialect.parallel(block)}:"
     main = [f"{o.name}_r = {dialect.tile((block,), buffer_dtype(o, dialect))}" for o in staged]
@@ -151,7 +160,7 @@ def _cuda(graph: Subgraph, space: Space, config: Config, dialect: Dialect) -> st
 
     rest = remainder(tail, f"{full * block} + j") if tail else []
     launch = f"with {dialect.kernel(full + (tail > 0), threads=config['threads'])} as bx:"
-    text = indent([launch], 1) + indent(flat(space.operands, dialect), 2)
+    text = indent([launch], 1) + indent(flat(space.parameters, dialect), 2)
     if not tail:
         return text + indent(main, 2)
     if not full:

@@ -1,22 +1,23 @@
-"""Row-wise chains: norms, softmaxes and anything spelled out with reductions over the last dimensions.
+"""Row-wise chains: norms, softmaxes, losses and anything spelled out with reductions over the same dimensions.
 
 One pass per level of reductions. On CUDA a block holds its rows in registers from the first load to the last store;
-rows too wide for that are read again in each pass, chunk by chunk. On the CPU each thread walks rows of its own, with
-32 partial results side by side, so that the compiler vectorises sums without being allowed to reorder them.
+rows too wide for that are read again in each pass, chunk by chunk, with few passes. Where neighbouring rows lie side
+by side in memory, as channels do, a block takes many and reads across them. On the CPU each thread walks rows of its
+own, with 32 partial results side by side, so that the compiler vectorises sums without being allowed to reorder them.
 """
 
 from fusescout.templates.body import signature
+from fusescout.templates.dialect import Dialect
 from fusescout.templates.dialect import dialect_for
 from fusescout.templates.expression import compute_dtype
-from fusescout.templates.operators import SAME
 from fusescout.templates.operators import Unsupported
 from fusescout.templates.rows import Rows
 from fusescout.templates.rows import read
 from fusescout.templates.rowwise_cpu import CpuRows
 from fusescout.templates.rowwise_cuda import CudaRows
+from fusescout.templates.rowwise_cuda import runs_across
+from fusescout.templates.rowwise_passes import crossing
 from fusescout.templates.source import build
-from fusescout.templates.space import Space
-from fusescout.templates.space import space_of
 
 from fusescout.device import Device
 from fusescout.ir import DTYPE_BYTES
@@ -28,7 +29,7 @@ NAME = "rowwise"
 FAMILY = "rowwise"
 
 CPU_BUFFER_BYTES = 1 << 20
-"""Row buffers live on the stacks of threads."""
+"""Row buffers live on the stacks of threads; without them values are computed again."""
 
 
 def supports(graph: Subgraph, device: Device) -> str | None:
@@ -36,72 +37,82 @@ def supports(graph: Subgraph, device: Device) -> str | None:
     try:
         for spec in graph.inputs:
             compute_dtype(spec.dtype)
-        rows, _ = _parts(graph)
+        read(graph, False, device.kind == "cpu")
     except Unsupported as reason:
         return str(reason)
-    if device.kind == "cpu" and 4 * rows.columns * max(1, len(crossing(rows))) > CPU_BUFFER_BYTES:
-        return f"rows of {rows.columns} elements need too large a buffer per thread"
     return None
 
 
-def _parts(graph: Subgraph) -> tuple[Rows, Space]:
-    rows = read(graph)
-    return rows, space_of(rows.graph, rows.shape, rows.depth)
-
-
-def _is_input(graph: Subgraph, value: int) -> bool:
-    """Whether a value is an input, perhaps in another dtype: cheaper to read again than to keep."""
-    op = graph.op_of(value)
-    return op is None or (op.name in SAME and _is_input(graph, op.inputs[0]))
-
-
-def crossing(rows: Rows) -> list:
-    """Computed full-row values that a later pass needs again."""
-    first = len(rows.graph.inputs)
-    found = []
-    for value in range(first, first + len(rows.graph.ops)):
-        if _is_input(rows.graph, value):
-            continue
-        users = [u for u in rows.graph.users(value) if u not in rows.reductions]
-        if value not in rows.row_values and any(rows.levels[u] > rows.levels[value] for u in users):
-            found.append(value)
-    return found
-
-
 def configs(graph: Subgraph, device: Device) -> list[Config]:
-    """Threads and rows per block, best guess first."""
-    rows, space = _parts(graph)
+    """Threads, columns and rows per step, best guess first; `keep` says whether computed values stay in registers."""
+    stage = read(graph, False, device.kind == "cpu")[0]
     if device.kind == "cpu":
         return [{"block": b} for b in (16384, 65536, 4096)]
-    narrow = min(DTYPE_BYTES[o.dtype] for o in space.operands if not space.per_row(o))
-    vector = max(2, 16 // max(narrow, 2))
-    tiles = 1 + len(crossing(rows)) + sum(not space.per_row(o) for o in space.inputs) / 2
+    space, columns = stage.space, stage.columns
+    wide = [o for o in space.operands if not space.per_row(o)]
+    vector = max(2, 16 // max(min(DTYPE_BYTES[o.dtype] for o in wide), 2))
+    if runs_across(space):
+        return _across(stage, vector)
+    held = sum(DTYPE_BYTES[o.dtype] / 4 for o in space.inputs if not space.per_row(o))
+    kept = len(crossing(stage))
     found = []
     for threads in (32, 64, 128, 256, 512, 1024):
-        width = -(-rows.columns // (threads * vector)) * threads * vector
-        registers = width / threads * tiles
-        if registers <= min(200, 65536 / threads - 32):
-            waste = width / rows.columns
-            found.append(
-                (waste * (1 + abs(width / threads - 16) / 64), {"threads": threads, "width": width, "rows": 1})
-            )
-    if rows.columns * 2 <= 32 * vector:
-        width = 1 << (rows.columns - 1).bit_length()
-        width = max(width, vector)
-        found += [(0.5, {"threads": t, "width": width, "rows": t * vector // width}) for t in (128, 256)]
+        width = -(-columns // (threads * vector)) * threads * vector
+        for keep in (True, False) if kept else (True,):
+            registers = width / threads * (held + keep * kept + (1 if keep else 0.25))
+            if registers <= min(200, 65536 / threads - 24) and (keep or columns > 4096):
+                cost = width / columns * (1 + abs(width / threads - 16) / 64) * (1 if keep else 1.1)
+                found.append((cost, _config(threads, width, 1, keep)))
+    if columns * 2 <= 32 * vector:
+        width = max(1 << (columns - 1).bit_length(), vector)
+        found += [(0.5, _config(t, width, t * vector // width, True)) for t in (128, 256)]
     chosen = [c for _, c in sorted(found, key=lambda f: f[0])]
-    if rows.columns > 8192 or not chosen:
-        chosen += [
-            {"threads": t, "width": t * vector * k, "rows": 1} for t, k in ((512, 1), (1024, 1), (256, 2), (512, 2))
-        ]
+    if columns > 8192 or not chosen:
+        steps = [(512, 1), (1024, 1), (512, 2), (256, 2), (256, 4)]
+        walks = [_config(t, t * vector * k, 1, False) for t, k in steps if t * vector * k < columns]
+        chosen = walks + chosen if columns > 32768 else chosen[:2] + walks + chosen[2:]
     return chosen
 
 
+def _config(threads: int, width: int, rows: int, keep: bool) -> dict:
+    return {"threads": threads, "width": width, "rows": rows, "keep": keep}
+
+
+def _across(stage: Rows, vector: int) -> list:
+    """Neighbouring rows lie side by side in memory: a block takes several, and reads across them."""
+    found = []
+    for threads, rows in ((256, 64), (256, 32), (128, 64), (512, 64), (256, 128), (128, 32), (512, 32), (1024, 64)):
+        rows = max(vector, min(rows, 1 << (stage.rows.bit_length() - 1)))
+        least = max(1, threads * vector // rows)
+        for steps in (1, 2, 4, 8):
+            width = least * steps
+            whole = width >= stage.columns
+            if (whole and (steps == 1 or width // 2 < stage.columns)) or (not whole and steps in (2, 4)):
+                found.append((not whole, _config(threads, width, rows, keep=True)))
+    return [c for _, c in sorted(found, key=lambda f: f[0])]
+
+
 def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
-    """The chain as one kernel."""
-    rows, space = _parts(graph)
+    """The chain as one kernel, or as one for the rows and one for what becomes of them."""
     dialect = dialect_for(device.kind, tuple(s.dtype for s in graph.output_specs))
     name = f"fs_rowwise_{graph.key[:10]}"
-    writer = (CpuRows if dialect.cpu else CudaRows)(rows, space, crossing(rows), dialect, config)
-    text = dialect.header() + signature(name, space.operands, dialect) + writer.body()
-    return Kernel(build(text, name), tuple(o.param for o in space.operands), text, dialect.pass_configs)
+    columns = read(graph, False, device.kind == "cpu")[0].columns
+    walked = not dialect.cpu and config["width"] < columns
+    stages = read(graph, walked, dialect.cpu)
+    single = {"block": 1, "threads": 512, "width": 2048, "rows": 1, "keep": False}
+    bodies = [_written(stage, single if k else config, dialect) for k, stage in enumerate(stages)]
+    bodies[1:] = [body.replace(", prelude=PRELUDE", "") for body in bodies[1:]]  # one for the whole source
+    operands = {o.buffer: o for stage in stages for o in stage.space.operands}.values()
+    order = {"input": 0, "scratch": 1, "output": 2}
+    operands = tuple(sorted(operands, key=lambda o: order[o.role]))
+    text = dialect.header() + signature(name, operands, dialect) + "\n".join(bodies)
+    return Kernel(build(text, name), tuple(o.param for o in operands), text, dialect.pass_configs)
+
+
+def _written(stage: Rows, config: Config, dialect: Dialect) -> str:
+    """Source of one stage."""
+    kept = crossing(stage) if config.get("keep", True) else []
+    if dialect.cpu:
+        fits = 4 * stage.columns * max(1, len(kept)) <= CPU_BUFFER_BYTES
+        return CpuRows(stage, kept if fits else [], dialect, config).body()
+    return CudaRows(stage, kept, dialect, config).body()

@@ -5,8 +5,6 @@ from fusescout.templates.body import indent
 from fusescout.templates.body import loaded
 from fusescout.templates.body import stored
 from fusescout.templates.expression import compute_dtype
-from fusescout.templates.expression import emit
-from fusescout.templates.rowwise_passes import START
 from fusescout.templates.rowwise_passes import Passes
 from fusescout.templates.rowwise_passes import combined
 
@@ -39,13 +37,12 @@ class CpuRows(Passes):
         known, lines = {}, []
         for o in self.row_inputs():
             known[o.index] = f"x{o.index}"
-            element = f"{o.name}[{self.space.offset(o, 'r', '0')}]"
-            lines.append(f"x{o.index} = {loaded(element, o, self.dialect)}")
+            lines.append(f"x{o.index} = {loaded(self.space.element(o, 'r', '0'), o, self.dialect)}")
         for level in range(self.rows.last_level + 1):
-            more, known = emit(self.graph, known, self.dialect, self.row_ops(level))
+            more, known = self.row_chain(level, known, "r")
             lines += more
             lines += [
-                f"{o.name}[{self.space.offset(o, 'r', '0')}] = {stored(known[v], o, self.dialect)}"
+                f"{self.space.element(o, 'r', '0')} = {stored(known[v], o, self.dialect)}"
                 for o, v in self.outputs(level, per_row=True)
             ]
             lines += self._pass(level, known)
@@ -62,7 +59,7 @@ class CpuRows(Passes):
         targets = [r.operand for r in reductions] + [v for _, v in outputs] + kept
         if not targets:
             return []
-        element = lambda o: f"{o.name}[{self.space.offset(o, 'r', 'j')}]"  # noqa: E731
+        element = lambda o: self.space.element(o, "r", "j")  # noqa: E731
         lines, values, _ = self.chain(targets, known, element)
         lines += [f"b{v}[j] = {values[v]}" for v in kept]
         lines += [f"{element(o)} = {stored(values[v], o, self.dialect)}" for o, v in outputs]
@@ -72,15 +69,11 @@ class CpuRows(Passes):
         steps, tail = divmod(columns, LANES)
         text = []
         for r in reductions:
-            start = self.dialect.f32(START[r.kind])
-            text += [f"for l in T.serial({LANES}):", f"    t{r.value}[l] = {start}"]
+            text += [f"for l in T.serial({LANES}):", f"    t{r.value}[l] = {self.start(r)}"]
         if steps:
             text += [f"for c in T.serial({-(-steps // STEPS)}):"]
             for r in reductions:
-                text += [
-                    f"    for l in T.serial({LANES}):",
-                    f"        p{r.value}[l] = {self.dialect.f32(START[r.kind])}",
-                ]
+                text += [f"    for l in T.serial({LANES}):", f"        p{r.value}[l] = {self.start(r)}"]
             extent = str(STEPS) if steps % STEPS == 0 else f"T.min({STEPS}, {steps} - c * {STEPS})"
             text += [f"    for k in T.serial({extent}):", f"        for l in T.serial({LANES}):"]
             text += [f"            j = (c * {STEPS} + k) * {LANES} + l", *("            " + line for line in lines)]

@@ -7,17 +7,25 @@ from fusescout.templates.body import indent
 from fusescout.templates.body import loaded
 from fusescout.templates.body import stored
 from fusescout.templates.expression import compute_dtype
-from fusescout.templates.expression import emit
-from fusescout.templates.rowwise_passes import START
 from fusescout.templates.rowwise_passes import Passes
 from fusescout.templates.rowwise_passes import combined
+from fusescout.templates.space import Space
+
+
+def runs_across(space: Space) -> bool:
+    """Whether neighbouring rows lie side by side in memory, and a row's elements don't."""
+    cut = len(space.sizes) - space.depth
+    wide = [o for o in space.operands if not space.per_row(o)]
+    steps = max(wide, key=lambda o: sum(s != 0 for s in o.strides)).strides
+    along, across = ([s for s in part if s] for part in (steps[cut:], steps[:cut]))
+    return bool(across) and min(across) < min(along)
 
 
 class CudaRows(Passes):
     """`rows` rows of up to `width` columns per block and step; wider rows are walked in chunks, once per pass.
 
-    Tiles are `rows` x `width` register fragments. Columns behind the row's end hold anything; they are left out of
-    reductions and stores. Rows behind the last one repeat it.
+    Tiles are register fragments of `rows` x `width`, or of `width` x `rows` where rows lie side by side. Columns behind
+    the row's end hold anything; they are left out of reductions and stores. Rows behind the last one repeat it.
     """
 
     def __init__(self, *args) -> None:
@@ -26,7 +34,10 @@ class CudaRows(Passes):
         self.whole = self.width >= self.columns
         if not self.whole:
             self.crossing = []
-        self.loop = f"for i, j in {self.dialect.parallel(self.count, self.width)}:"
+        self.across = runs_across(self.space)
+        self.tile = (self.width, self.count) if self.across else (self.count, self.width)
+        self.place = "j, i" if self.across else "i, j"
+        self.loop = f"for {self.place} in {self.dialect.parallel(*self.tile)}:"
         self.staged = {o.name for o in self.full_inputs() if o.spec.aligned}
         blocks = -(-self.rows.rows // self.count)
         exact = self.rows.rows % self.count == 0
@@ -34,7 +45,7 @@ class CudaRows(Passes):
         self.launch = f"with {self.dialect.kernel(blocks, threads=self.config['threads'])} as bx:"
 
     def body(self) -> str:
-        self.cells = Cells("k", (self.count, self.width), "i, j", self.dialect)
+        self.cells = Cells("k", self.tile, self.place, self.dialect)
         lines: list = []
         if self.whole:
             for o in self.full_inputs():
@@ -42,16 +53,35 @@ class CudaRows(Passes):
         known: dict = {}
         for level in range(self.rows.last_level + 1):
             lines += self._row_stage(level, known)
+            if not self.whole:
+                heads = [r for r in self.reductions(level) if r.kind == "head"]
+                lines += self._step(level, known, "j", guarded=False, load=True, only=heads) if heads else []
+                lines += [line for r in heads for line in self._total(r)]
             lines += self._pass(level, known) if self.whole else self._walk(level, known)
-            for r in self.reductions(level):
-                lines.append(f"T.reduce_{r.kind}(t{r.value}, s{r.value}, dim=1)")
-            known |= {v: self._get(v, f"c{v}[i, j]") for v in self.crossing if self.rows.levels[v] == level}
-        start = [*flat(self.space.operands, self.dialect), *self._tiles(), *self.cells.lines()]
+            lines += [line for r in self._later(level) for line in self._total(r)]
+            known |= {v: self._get(v, f"c{v}[{self.place}]") for v in self.crossing if self.rows.levels[v] == level}
+        start = [*flat(self.space.parameters, self.dialect), *self._tiles(), *self.cells.lines()]
         return indent([self.launch], 1) + indent([*start, *lines], 2)
+
+    def _later(self, level: int) -> list:
+        """Reductions over all of a row."""
+        return [r for r in self.reductions(level) if r.kind != "head"]
+
+    def _total(self, r) -> list:
+        """A reduction's results from its tile."""
+        name, lines = {"max": "max", "min": "min"}.get(r.kind, "sum"), []
+        if r.kind == "sumexp":
+            change = f"exp(t{r.top}[{self.place}] - s{r.top}[i])"
+            lines += [self.loop, f"    t{r.value}[{self.place}] = t{r.value}[{self.place}] * {change}"]
+        lines.append(f"T.reduce_{name}(t{r.value}, s{r.value}, dim={int(not self.across)})")
+        if r.kind == "head":  # the width is a power of two: a product that is exact, however it is contracted
+            scale = self.dialect.f32(1 / self.width)
+            lines += [f"for i in {self.dialect.parallel(self.count)}:", f"    s{r.value}[i] = s{r.value}[i] * {scale}"]
+        return lines
 
     # -- tiles
     def _tiles(self) -> list:
-        tile, line = (self.count, self.width), (self.count,)
+        tile, line = self.tile, (self.count,)
         make = [
             (f"{o.name}_r", tile, buffer_dtype(o, self.dialect)) for o in self.full_inputs() if o.name in self.staged
         ]
@@ -83,75 +113,93 @@ class CudaRows(Passes):
             known[r.value] = f"s{r.value}[i]"
         lines, values = [], dict(known)
         for o in inputs:
-            lines.append(
-                f"x{o.index} = {loaded(f'{o.name}[{self.space.offset(o, self.row, chr(48))}]', o, self.dialect)}"
-            )
+            lines.append(f"x{o.index} = {loaded(self.space.element(o, self.row, '0'), o, self.dialect)}")
             values[o.index] = f"x{o.index}"
         ops = self.row_ops(level)
-        more, values = emit(self.graph, values, self.dialect, ops)
+        more, values = self.row_chain(level, values, self.row)
         lines += more
         for v in (*(o.index for o in inputs), *ops):
             lines.append(f"w{v}[i] = {self._put(v, values[v])}")
             known[v] = self._get(v, f"w{v}[i]")
         for o, v in self.outputs(level, per_row=True):
-            lines.append(f"{o.name}[{self.space.offset(o, self.row, '0')}] = {stored(values[v], o, self.dialect)}")
+            lines.append(f"{self.space.element(o, self.row, '0')} = {stored(values[v], o, self.dialect)}")
         return [f"for i in {self.dialect.parallel(self.count)}:", *("    " + line for line in lines)] if lines else []
 
     def _load(self, o, column: str, guarded: bool) -> list:
         """Lines that bring an input's tile in."""
         if o.name not in self.staged:
             return []
-        return [self.loop, f"    {o.name}_r[i, j] = {self._global(o, column, guarded)}"]
+        return [self.loop, f"    {o.name}_r[{self.place}] = {self._global(o, column, guarded)}"]
 
     def _global(self, o, column: str, guarded: bool) -> str:
-        element = f"{o.name}[{self.space.offset(o, self.row, column)}]"
+        element = self.space.element(o, self.row, column)
         return (
             f"T.if_then_else({column} < {self.columns}, {element}, T.{buffer_dtype(o, self.dialect)}(0))"
             if guarded
             else element
         )
 
-    def _targets(self, level: int) -> tuple:
-        kept = [v for v in self.crossing if self.rows.levels[v] == level]
-        return self.reductions(level), self.outputs(level, per_row=False), kept
-
-    def _step(self, level: int, known: dict, column: str, guarded: bool, load: bool) -> list:
-        """One tile's worth of a pass."""
-        reductions, outputs, kept = self._targets(level)
+    def _step(self, level: int, known: dict, column: str, guarded: bool, load: bool, only: list | None = None) -> list:
+        """One tile's worth of a pass; `only`: of these reductions alone, started here."""
+        reductions = only or self._later(level)
+        outputs = [] if only else self.outputs(level, per_row=False)
+        kept = [] if only else [v for v in self.crossing if self.rows.levels[v] == level]
+        at = f"[{self.place}]"
         targets = [r.operand for r in reductions] + [v for _, v in outputs] + kept
-        element = lambda o: f"{o.name}_r[i, j]" if o.name in self.staged else self._global(o, column, guarded)  # noqa: E731
+        element = lambda o: f"{o.name}_r{at}" if o.name in self.staged else self._global(o, column, guarded)  # noqa: E731
         lines, values, read = self.chain(targets, known, element)
         for r in reductions:
-            value = values[r.operand] if self.whole else combined(r.kind, f"t{r.value}[i, j]", values[r.operand])
-            if guarded:
-                rest = self.dialect.f32(START[r.kind]) if self.whole else f"t{r.value}[i, j]"
-                value = f"where({column} < {self.columns}, {value}, {rest})"
-            lines.append(f"t{r.value}[i, j] = {value}")
-        lines += [f"c{v}[i, j] = {self._put(v, values[v])}" for v in kept]
-        lines += [f"{o.name}_r[i, j] = {stored(values[v], o, self.dialect)}" for o, v in outputs]
+            lines += self._accumulate(r, values[r.operand], f"{column} < {self.columns}" if guarded else "", bool(only))
+        lines += [f"c{v}{at} = {self._put(v, values[v])}" for v in kept]
+        lines += [f"{o.name}_r{at} = {stored(values[v], o, self.dialect)}" for o, v in outputs]
         text = [line for o in read for line in self._load(o, column, guarded)] if load else []
         text += [self.loop, *("    " + line for line in lines)]
         for o, _ in outputs:
-            store = f"{o.name}[{self.space.offset(o, self.row, column)}] = {o.name}_r[i, j]"
+            store = f"{self.space.element(o, self.row, column)} = {o.name}_r{at}"
             text += [
                 self.loop,
                 *([f"    if {column} < {self.columns}:", f"        {store}"] if guarded else [f"    {store}"]),
             ]
         return text
 
+    def _accumulate(self, r, value: str, inside: str, first: bool) -> list:
+        """Lines that take one element of a row into a reduction's tile; `inside` tests for the row's end."""
+        tile = f"t{r.value}[{self.place}]"
+        if r.value in self.tops:  # its maximum is kept where exponentials are summed up
+            return []
+        whole = self.whole or first
+        rest = self.start(r) if whole else tile
+        if r.kind != "sumexp":
+            value = value if whole else combined(r.kind, tile, value)
+            return [f"{tile} = " + (f"where({inside}, {value}, {rest})" if inside else value)]
+        top, one = f"t{r.top}[{self.place}]", self.dialect.f32(1)
+        changed = f"{tile} * where(g{r.value}, e{r.value}, {one}) + where(g{r.value}, {one}, e{r.value})"
+        highest = f"T.max(m{r.value}, {value})"  # it may drop NaN: the sum keeps it
+        return [
+            f"m{r.value} = let({top})",
+            f"e{r.value} = let(exp(-fabs({value} - m{r.value})))",
+            f"g{r.value} = let({value} > m{r.value})",
+            f"{tile} = " + (f"where({inside}, {changed}, {tile})" if inside else changed),
+            f"{top} = " + (f"where({inside}, {highest}, m{r.value})" if inside else highest),
+        ]
+
+    def _has_work(self, level: int) -> bool:
+        kept = any(self.rows.levels[v] == level for v in self.crossing)
+        return bool(self._later(level) or self.outputs(level, per_row=False) or kept)
+
     def _pass(self, level: int, known: dict) -> list:
         """A pass over rows that are in registers."""
-        return (
-            self._step(level, known, "j", self.width != self.columns, load=False) if any(self._targets(level)) else []
-        )
+        if not self._has_work(level):
+            return []
+        return self._step(level, known, "j", self.width != self.columns, load=False)
 
     def _walk(self, level: int, known: dict) -> list:
         """A pass over rows in chunks."""
-        if not any(self._targets(level)):
+        if not self._has_work(level):
             return []
         lines = []
-        for r in self.reductions(level):
-            lines += [self.loop, f"    t{r.value}[i, j] = {self.dialect.f32(START[r.kind])}"]
+        for r in self._later(level):
+            lines += [self.loop, f"    t{r.value}[{self.place}] = {self.start(r)}"]
         full, tail = divmod(self.columns, self.width)
         step = self._step(level, known, f"(k * {self.width} + j)", guarded=False, load=True)
         lines += [f"for k in T.serial({full}):", *("    " + line for line in step)]

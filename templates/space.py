@@ -1,16 +1,17 @@
 """The iteration space of a template: which element of each operand belongs to which step.
 
-Every value of a pointwise region lives in one broadcast shape. Its dimensions are put in the order in which the first
-output lies in memory, so that a flat walk writes that output from front to back; each operand is then known by one
-stride per dimension (0 where it is broadcast), and its address by a text over the flat position.
+Its dimensions are the axes of a sub-graph (`pieces.py`), in the order in which its largest tensor lies in memory, so
+that a flat walk goes through that from front to back. Each operand is known by one stride per dimension (0 where it
+lacks it), and its address by a text over the flat position.
 """
 
 import math
 from dataclasses import dataclass
+from dataclasses import replace
 
 from fusescout.templates.operators import Unsupported
+from fusescout.templates.pieces import Laid
 
-from fusescout.ir import Ref
 from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
 from fusescout.template import Param
@@ -18,13 +19,25 @@ from fusescout.template import Param
 
 @dataclass(frozen=True)
 class Operand:
-    """A kernel parameter in the iteration space: `strides[k]` elements per step of dimension k."""
+    """A piece of a kernel parameter in the iteration space: `strides[k]` elements per step of dimension k.
+
+    Attributes:
+        name: its own name.
+        buffer: name of the parameter; several pieces of one tensor share it.
+        index: number of the value it is, in the sub-graph without views, or of that sub-graph's output.
+        tensor: number of the input, output or scratch tensor it is a piece of.
+        spec: of that tensor.
+        offset: elements in front of it.
+    """
 
     name: str
+    buffer: str
     role: str
     index: int
+    tensor: int
     spec: TensorSpec
     strides: tuple
+    offset: int = 0
 
     @property
     def dtype(self) -> str:
@@ -36,13 +49,13 @@ class Operand:
 
     @property
     def span(self) -> int:
-        """Elements from the first to the last one touched, both included."""
+        """Elements of the tensor from the first to the last one touched, both included."""
         return 1 + sum((n - 1) * s for n, s in zip(self.spec.shape, self.spec.stride, strict=True))
 
     @property
     def param(self) -> Param:
         shape, stride = (self.spec.shape, self.spec.stride) if self.spec.shape else ((1,), (1,))
-        return Param(self.name, self.role, self.index, shape, stride, self.dtype)
+        return Param(self.buffer, self.role, self.tensor, shape, stride, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -59,14 +72,23 @@ class Space:
         return self.inputs + self.outputs
 
     @property
+    def parameters(self) -> tuple:
+        """One operand for each kernel parameter."""
+        return tuple({o.buffer: o for o in self.operands}.values())
+
+    @property
     def numel(self) -> int:
         return math.prod(self.sizes)
 
-    def offset(self, o: Operand, row: str, column: str) -> str:
-        """Text of an operand's offset at a row and a place in it."""
+    def at(self, o: Operand, position: str) -> str:
+        """Text of an operand's element at a flat position."""
+        return f"{o.buffer}[{_shifted(address(position, self.sizes, o.strides), o.offset)}]"
+
+    def element(self, o: Operand, row: str, column: str) -> str:
+        """Text of an operand's element at a row and a place in it."""
         cut = len(self.sizes) - self.depth
         parts = (address(row, self.sizes[:cut], o.strides[:cut]), address(column, self.sizes[cut:], o.strides[cut:]))
-        return " + ".join(p for p in parts if p != "0") or "0"
+        return f"{o.buffer}[{_shifted(' + '.join(p for p in parts if p != '0') or '0', o.offset)}]"
 
     def per_row(self, o: Operand) -> bool:
         """Whether an operand has one element per row."""
@@ -78,87 +100,50 @@ class Space:
         sizes = tuple(math.prod(self.sizes[k] for k in g) for g in groups)
 
         def merged(o: Operand) -> Operand:
-            return Operand(o.name, o.role, o.index, o.spec, tuple(o.strides[g[-1]] for g in groups))
+            return replace(o, strides=tuple(o.strides[g[-1]] for g in groups))
 
         return Space(sizes, tuple(map(merged, self.inputs)), tuple(map(merged, self.outputs)))
 
 
-def space_of(graph: Subgraph, shape: tuple | None = None, depth: int = 0) -> Space:
-    """The space of `graph`'s outputs.
+def space_of(graph: Subgraph, laid: Laid, depth: int = 0) -> Space:
+    """The space of a sub-graph.
 
     Args:
-        shape: the full shape; by default that of the outputs, which then must agree.
-        depth: so many last dimensions keep their order and place (rows).
+        graph: as captured.
+        laid: the same without views.
+        depth: so many last dimensions make a row; an output may have one element per row, or be a scalar.
 
     Raises:
-        Unsupported: outputs of different shapes, or one that doesn't fill its memory.
+        Unsupported: an output that doesn't fill its memory, or that lacks some dimensions.
     """
-    if shape is None:
-        shape = graph.tensor(graph.outputs[0]).shape
-        if any(graph.tensor(v).shape != shape for v in graph.outputs):
-            raise Unsupported("its outputs differ in shape")
-    for value in graph.outputs:
-        spec = graph.tensor(value)
+    lead = len(laid.sizes) - depth
+    for spec in graph.output_specs:
         if not _dense(spec):
             raise Unsupported(f"its output {spec} leaves gaps in memory or overlaps itself")
-    if 0 in shape:
-        raise Unsupported("its output is empty: there is nothing to compute")
-    channels = channel_inputs(graph)
-    inputs = [broadcast_strides(spec, shape, channels.get(k)) for k, spec in enumerate(graph.inputs)]
-    outputs = [broadcast_strides(graph.tensor(v), shape) for v in graph.outputs]
-    first = outputs[0]
-    lead = len(shape) - depth
-    order = sorted(range(lead), key=lambda d: -first[d])
-    order = [d for d in (*order, *range(lead, len(shape))) if shape[d] != 1]
+    for piece in laid.outputs:
+        if not _fills(piece.strides[:lead], depth > 0) or not _fills(piece.strides[lead:], True):
+            raise Unsupported("its outputs differ in shape")
 
-    def operand(name: str, role: str, index: int, spec: TensorSpec, strides: tuple) -> Operand:
-        return Operand(name, role, index, spec, tuple(strides[d] for d in order))
+    def operands(kind: str, role: str, pieces: tuple, specs: tuple) -> tuple:
+        shared = [p.index for p in pieces]
+        return tuple(
+            Operand(
+                f"{kind}{p.index}" if shared.count(p.index) == 1 else f"{kind}{p.index}_{k}",
+                f"{kind}{p.index}", role, k, p.index, specs[p.index], p.strides, p.offset,
+            )
+            for k, p in enumerate(pieces)
+        )  # fmt: skip
 
-    return Space(
-        tuple(shape[d] for d in order),
-        tuple(operand(f"in{k}", "input", k, graph.inputs[k], strides) for k, strides in enumerate(inputs)),
-        tuple(
-            operand(f"out{k}", "output", k, graph.tensor(graph.outputs[k]), strides)
-            for k, strides in enumerate(outputs)
-        ),
-        sum(d >= lead for d in order),
-    )
+    inputs = operands("in", "input", laid.inputs, graph.inputs)
+    return Space(laid.sizes, inputs, operands("out", "output", laid.outputs, graph.output_specs), depth)
 
 
-def channel_inputs(graph: Subgraph) -> dict:
-    """Inputs that line up with dimension 1 (a batch norm's), and the rank of what they are lined up with.
-
-    Raises:
-        Unsupported: one is computed, or used elsewhere with the usual alignment.
-    """
-    found: dict = {}
-    others: set = set()
-    for op in graph.ops:
-        own = [a.to for a in op.args[1:5] if isinstance(a, Ref)] if op.name == "batch_norm" else []
-        others |= set(op.inputs) - set(own)
-        for value in own:
-            if value >= len(graph.inputs):
-                raise Unsupported("a batch norm's statistics or weights are computed in the chain")
-            found[value] = len(op.out.shape)
-    found = {value: rank for value, rank in found.items() if rank > 2}
-    if others & set(found) or (found and len(graph.tensor(graph.outputs[0]).shape) not in found.values()):
-        raise Unsupported("a batch norm's statistics are also used with another alignment")
-    return found
+def _fills(strides: tuple, or_lacks: bool) -> bool:
+    return all(strides) or (or_lacks and not any(strides))
 
 
-def broadcast_strides(spec: TensorSpec, shape: tuple, channel_rank: int | None = None) -> tuple:
-    """Strides of an input expanded to `shape`: 0 where it is broadcast."""
-    dims = list(zip(spec.shape, spec.stride, strict=True))
-    if channel_rank is not None:
-        dims += [(1, 0)] * (channel_rank - 2)
-    if len(dims) > len(shape):
-        if any(n != 1 for n, _ in dims[: len(dims) - len(shape)]):
-            raise Unsupported("an input is larger than the output")
-        dims = dims[len(dims) - len(shape) :]
-    dims = [(1, 0)] * (len(shape) - len(dims)) + dims
-    if any(n not in (1, m) for (n, _), m in zip(dims, shape, strict=True)):
-        raise Unsupported("an input is larger than the output")
-    return tuple(0 if n == 1 else s for n, s in dims)
+def _shifted(address: str, offset: int) -> str:
+    return address if not offset else str(offset) if address == "0" else f"{address} + {offset}"
 
 
 def address(position: str, sizes: tuple, strides: tuple) -> str:

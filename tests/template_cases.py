@@ -303,6 +303,6 @@ REFUSED = {
     "batch_0": (lambda x: x * 2, lambda: (torch.empty(0, 5),)),
     "float64": (lambda x: x * 2, lambda: (randn(5).double(),)),
     "random": (lambda x: F.dropout(x, 0.5, True), lambda: (randn(5),)),
-    "other_dim": (lambda x: x.softmax(0), lambda: (randn(5, 6),)),
-    "dropped_dim": (lambda x: x.sum(-1) * 2, lambda: (randn(5, 6),)),
+    "two_dims": (lambda x: x.softmax(0) + x.softmax(1), lambda: (randn(5, 6),)),
+    "own_transpose": (lambda x: x + x.t(), lambda: (randn(5, 5),)),
 }

@@ -7,6 +7,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 
+from row_cases import PIECES
+from row_cases import ROWS
+from row_cases import WIDE
 from template_cases import OPERATORS
 from template_cases import POINTWISE
 from template_cases import ROWWISE
@@ -48,13 +51,19 @@ def test_operators(case, contender):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", POINTWISE + ROWWISE, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", POINTWISE + ROWWISE + ROWS + WIDE + PIECES, ids=lambda c: c.name)
 def test_shapes(case, dtype, contender):
     conform(contender, case, dtype)
 
 
 @pytest.mark.parametrize(
-    "case", [c for c in POINTWISE + ROWWISE if c.name in ("bias_gelu", "layer_norm")], ids=lambda c: c.name
+    "case",
+    [
+        *(c for c in POINTWISE + ROWWISE if c.name in ("bias_gelu", "layer_norm")),
+        *(c for c in ROWS + PIECES if c.name in ("group_norm", "softmax_channels", "cross_entropy", "rotary")),
+        *WIDE,
+    ],
+    ids=lambda c: c.name,
 )
 def test_every_configuration(case, contender):
     conform(contender, case, torch.bfloat16, configs=16)

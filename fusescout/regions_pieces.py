@@ -1,0 +1,66 @@
+"""Finds pointwise chains in which a tensor is taken to pieces and put together again, as rotary embeddings do."""
+
+from __future__ import annotations
+
+from fusescout.flow import Flow
+from fusescout.flow import grow
+from fusescout.ir import Graph
+from fusescout.ir import Node
+from fusescout.ir import TensorSpec
+from fusescout.nodekinds import REGROUPS
+from fusescout.nodekinds import SLICES
+from fusescout.nodekinds import is_pointwise
+from fusescout.nodekinds import shape_of
+
+JOINS = frozenset({"cat", "stack"})
+VIEWS = REGROUPS | SLICES
+MOST_PIECES = 16
+
+
+def find_pieces(flow: Flow) -> list[set[str]]:
+    """For each `cat` or `stack` the pointwise operators around it, on the whole and on its pieces."""
+    graph = flow.graph
+    taken: set[str] = set()
+    regions = []
+    for node in graph.nodes:
+        if node.op not in JOINS or node.name in taken or not isinstance(node.out, TensorSpec) or not node.out.numel:
+            continue
+        region = _without_rim(graph, _around(flow, node, node.out.numel))
+        taken |= {n for n in region if graph.by_name[n].op in JOINS}
+        if node.name in region and any(is_pointwise(graph.by_name[n]) for n in region):
+            regions.append(region)
+    return regions
+
+
+def _around(flow: Flow, node: Node, numel: int) -> set[str]:
+    """Grow from a join over what is as large as it, or as large as a piece of it and made for it."""
+
+    def fits(other: Node) -> bool:
+        shape = shape_of(other)
+        if shape is None or other.mutates or other.dead or not isinstance(other.out, TensorSpec) or not other.out.numel:
+            return False
+        if other.op in VIEWS or other.op in JOINS:
+            return numel % other.out.numel == 0 or other.out.numel % numel == 0
+        return is_pointwise(other) and numel % other.out.numel == 0 and numel // other.out.numel <= MOST_PIECES
+
+    return grow(flow, {node.name}, fits, backward=True)
+
+
+def _without_rim(graph: Graph, names: set[str]) -> set[str]:
+    """Drop what would be returned as a view, or smaller than the rest."""
+    names = set(names)
+    while True:
+        largest = max((_numel(graph.by_name[name]) for name in names), default=0)
+        loose = set()
+        for name in names:
+            node = graph.by_name[name]
+            escapes = name in graph.outputs or any(u not in names for u in graph.users[name])
+            if escapes and (node.op in VIEWS or _numel(node) < largest):
+                loose.add(name)
+        if not loose:
+            return names
+        names -= loose
+
+
+def _numel(node: Node) -> int:
+    return node.out.numel if isinstance(node.out, TensorSpec) else 0
