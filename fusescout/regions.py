@@ -27,7 +27,6 @@ from fusescout.regions_rows import row_form
 
 MAX_INPUTS = 12
 GEMMS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
-EPILOGUE_GEMMS = frozenset({"linear", "addmm", "mm", "matmul"})
 LAYOUTS = frozenset({*REGROUPS, "transpose", "permute", "t", "expand", "contiguous", "clone", "_to_copy", "to"})
 
 
@@ -59,7 +58,7 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
     for names in _gated(flow):
         add("gated_mlp", names)
     for node in graph.nodes:
-        if node.op in EPILOGUE_GEMMS and node.is_op and isinstance(node.out, TensorSpec):
+        if node.op in GEMMS and node.is_op and isinstance(node.out, TensorSpec):
             for names in _epilogues(flow, node):
                 add("gemm_epilogue", names)
         if node.op in CONVOLUTIONS and node.is_op and isinstance(node.out, TensorSpec):
@@ -76,7 +75,7 @@ def _is_family(graph: Graph, family: str, names: set[str]) -> bool:
     """Something is left to fuse after trimming, or a GEMM alone is worth another kernel."""
     nodes = [graph.by_name[n] for n in names]
     if family == "gemm_epilogue":
-        gemms = [n for n in nodes if n.op in EPILOGUE_GEMMS]
+        gemms = [n for n in nodes if n.op in GEMMS]
         return bool(gemms) and (any(is_pointwise(n) for n in nodes) or _is_misaligned(gemms[0]))
     if family == "conv_epilogue":
         return len(nodes) > 1

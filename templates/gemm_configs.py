@@ -117,7 +117,7 @@ def _fits(p: Problem, c: dict) -> bool:
         return False  # a pipelined loop of one trip
     if p.M <= 64 and c["BM"] > 16 and c["BM"] // 2 >= p.M:
         return False  # a smaller tile does
-    if c.get("cluster", 1) * c["BM"] >= p.M + c["BM"]:
+    if c.get("cluster", 1) * c["BM"] >= p.M + c["BM"] or (p.batch and "cluster" in c):
         return False  # a cluster would have nothing to share
     return shared * c.get("ctas", 1) + 1024 <= SHARED_BYTES and sums <= 128 and registers <= 192
 
@@ -126,7 +126,7 @@ def clocks(p: Problem, c: dict, device: Device) -> float:
     """Clocks the kernel is expected to take; only the order of configs rests on it."""
     sms, gemms = max(device.cores, 1), len(p.weights)
     pair = c["BM"] * c.get("cluster", 1)
-    tiles = math.ceil(p.M / pair) * c.get("cluster", 1) * math.ceil(p.N / c["BN"])
+    tiles = math.ceil(p.M / pair) * c.get("cluster", 1) * math.ceil(p.N / c["BN"]) * math.prod(p.batch)
     elements = c["BM"] * c["BN"]
     steps = math.ceil(p.K / c["BK"])
     # A tile of m x n loads (m + n) per step for m * n products: below 128 x 128 the level-2 cache is the limit.

@@ -1,4 +1,4 @@
-"""GEMM with any pointwise epilogue: linear, addmm, mm or matmul, then bias, activation, residual, scale, casts, …"""
+"""GEMM with any pointwise epilogue: linear, addmm, matmul, bmm, …, then bias, activation, residual, scale, casts, …"""
 
 from fusescout.templates import gemm_problem
 from fusescout.templates.dialect import HALF
@@ -59,7 +59,7 @@ def refusal(graph: Subgraph, device: Device, gemms: int) -> str | None:
     if not dtypes <= set(HALF):
         return f"No tensor-core GEMM for {dtypes.pop()} here."
     for operand in operands:
-        if operand.pitch * 2 % BULK_BYTES or not operand.aligned:
+        if any(s * 2 % BULK_BYTES for s in (operand.pitch, *operand.batch)) or not operand.aligned:
             return "An operand's rows don't start at multiples of 16 bytes, so the copy engine can't load it."
     return None
 

@@ -1,8 +1,8 @@
 """Reads a captured sub-graph as one GEMM and its epilogue: sizes, layouts, and where each operand is found.
 
-Every value behind the GEMM lives in one space of M rows and N columns. Views that only regroup the leading dimensions
-don't change a value's place in it, so they vanish here; an operand is known by its strides alone, so a transposed or
-expanded view of an input needs no operator either.
+Every value behind the GEMM lives in one space of M rows and N columns, or of a batch of those. Views that only regroup
+the leading dimensions don't change a value's place in it, so they vanish here; an operand is known by its strides
+alone, so a transposed or expanded view of an input needs no operator either.
 """
 
 import math
@@ -10,26 +10,29 @@ from dataclasses import dataclass
 from dataclasses import replace
 from itertools import pairwise
 
+from fusescout.templates.gemm_batch import Refused
+from fusescout.templates.gemm_batch import agreed
+
 from fusescout.ir import Op
 from fusescout.ir import Ref
 from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
 from fusescout.ir import substitute
 
-GEMMS = ("linear", "addmm", "mm", "matmul")
+GEMMS = ("linear", "addmm", "mm", "matmul", "bmm", "baddbmm")
 REGROUPS = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze"})
 """Views that keep the row-major order of the elements."""
 VIEWS = REGROUPS | {"t", "transpose", "permute", "expand", "alias", "detach"}
 """Operators whose result is fully told by its shape and strides over the same memory."""
 
 
-class Refused(Exception):
-    """The sub-graph is not a GEMM with an epilogue this template covers; the message is the reason."""
-
-
 @dataclass(frozen=True)
 class Matrix:
-    """A 2-D operand of the GEMM: rows x columns, `pitch` elements from row to row, columns adjacent."""
+    """A 2-D operand of the GEMM: rows x columns, `pitch` elements from row to row, columns adjacent.
+
+    `batch` has the elements from matrix to matrix in each batch dimension, 0 where all share one. While a problem is
+    being read it has (size, stride) pairs instead.
+    """
 
     input: int
     rows: int
@@ -37,6 +40,7 @@ class Matrix:
     pitch: int
     dtype: str
     aligned: bool
+    batch: tuple = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Operand:
     stride: tuple
     dtype: str
     period: int = 1
+    batch: tuple = ()
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,7 @@ class Output:
     value: int
     pitch: int
     dtype: str
+    batch: tuple = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class Problem:
         anchor: value index of the GEMM itself.
         graph: the sub-graph without views; `epilogue` are the value indices of its ops that must be computed.
         bias: value index added to the GEMM by the operator itself, or None. `alpha` and `beta` scale as in addmm.
+        batch: sizes of the batch dimensions, outermost first; M, N and K are of one matrix.
     """
 
     M: int
@@ -89,6 +96,7 @@ class Problem:
     outputs: tuple
     graph: Subgraph
     epilogue: tuple
+    batch: tuple = ()
 
     @property
     def w(self):
@@ -123,12 +131,16 @@ def read(graph: Subgraph, gemms: int = 1) -> Problem:
     n = w.rows if transposed else w.columns
     spaces = _spaces(graph, anchors, main, epilogue, bias)
     used = {i for k in epilogue for i in _op(plain, k).inputs} | {b for b in bias if b is not None}
-    operands = tuple(_operand(graph, v, spaces) for v in sorted(used) if v not in main and v not in epilogue)
-    outputs = tuple(_output(graph, v, main, x.rows, n) for v in graph.outputs)
-    sizes = x.rows, n, x.columns
+    operands = [_operand(graph, v, spaces, x.rows) for v in sorted(used) if v not in main and v not in epilogue]
+    outputs = [_output(graph, v, main, graph.tensor(anchors[0]).numel, (x.rows, n)) for v in graph.outputs]
+    every = [x, *weights, *operands, *outputs]
+    batch, strides = agreed([list(o.batch) for o in every])
+    x, *every = (replace(o, batch=s) for o, s in zip(every, strides, strict=True))
+    weights, operands, outputs = every[:gemms], every[gemms : len(every) - len(outputs)], every[-len(outputs) :]
     return Problem(
-        *sizes, x, tuple(weights), transposed, anchors, tuple(bias), alpha, beta, operands, outputs, plain, epilogue
-    )
+        x.rows, n, x.columns, x, tuple(weights), transposed, anchors, tuple(bias), alpha, beta, tuple(operands),
+        tuple(outputs), plain, epilogue, batch,
+    )  # fmt: skip
 
 
 def _op(graph: Subgraph, value: int) -> Op:
@@ -159,36 +171,51 @@ def _root(graph: Subgraph, value: int) -> int:
 
 def _gemm(graph: Subgraph, anchor: int):
     op = _op(graph, anchor)
-    shift = 1 if op.name == "addmm" else 0
+    shift = 1 if op.name in ("addmm", "baddbmm") else 0
     bias = _ref(op, 0) if shift else None
     if op.name == "linear" and len(op.args) > 2 and isinstance(op.args[2], Ref):
         bias = int(op.args[2].to)
     left, right = _ref(op, shift), _ref(op, shift + 1)
-    if len(graph.tensor(right).shape) != 2 or len(graph.tensor(left).shape) < 2:
-        raise Refused("the matrix product is batched or has a vector operand")
-    x = _matrix(graph, left)
+    if len(graph.tensor(right).shape) < 2 or len(graph.tensor(left).shape) < 2:
+        raise Refused("the matrix product has a vector operand")
+    x = _matrix(graph, left) if len(graph.tensor(right).shape) == 2 else None
+    batch = () if x else graph.tensor(anchor).shape[:-2]
+    x = x or _matrix(graph, left, None, batch)
     if x is None:
         raise Refused("the rows of the GEMM's input are not contiguous in memory")
     spec = graph.tensor(right)
-    logical = spec if op.name != "linear" else replace(spec, shape=spec.shape[::-1], stride=spec.stride[::-1])
-    w = _matrix(graph, right, logical)
-    transposed = w is None or (w.rows > 1 and w.columns == 1 and logical.stride[0] == 1)
+    logical = spec if op.name != "linear" else _flipped(spec)
+    w = _matrix(graph, right, logical, batch)
+    transposed = w is None or (w.rows > 1 and w.columns == 1 and logical.stride[-2] == 1)
     if transposed:  # column-major [K, N] is row-major [N, K]
-        w = _matrix(graph, right, replace(logical, shape=logical.shape[::-1], stride=logical.stride[::-1]))
+        w = _matrix(graph, right, _flipped(logical), batch)
     if w is None:
         raise Refused("the weight is strided in both dimensions")
     return x, w, transposed, bias, float(op.kwarg("alpha", 1) or 0), float(op.kwarg("beta", 1) or 0)
 
 
-def _matrix(graph: Subgraph, value: int, spec: TensorSpec | None = None) -> Matrix | None:
+def _flipped(spec: TensorSpec) -> TensorSpec:
+    def flip(dims: tuple) -> tuple:
+        return (*dims[:-2], dims[-1], dims[-2])
+
+    return replace(spec, shape=flip(spec.shape), stride=flip(spec.stride))
+
+
+def _matrix(graph: Subgraph, value: int, spec: TensorSpec | None = None, batch: tuple = ()) -> Matrix | None:
+    """A value as a matrix; with `batch`, as so many of them, which it may be broadcast to."""
     spec = spec or graph.tensor(value)
+    lead = [0] * (len(batch) + 2 - len(spec.shape)) if batch else []
+    if batch:
+        lead += [0 if n == 1 else s for n, s in zip(spec.shape[:-2], spec.stride[:-2], strict=True)]
+        spec = replace(spec, shape=spec.shape[-2:], stride=spec.stride[-2:])
     pitch = _pitch(spec.shape, spec.stride)
     if pitch is None or (spec.stride[-1] != 1 and spec.shape[-1] != 1):
         return None
     if pitch < spec.shape[-1] and math.prod(spec.shape[:-1]) > 1:
         return None  # rows that overlap
     root = graph.inputs[_root(graph, value)]
-    return Matrix(_root(graph, value), math.prod(spec.shape[:-1]), spec.shape[-1], pitch, spec.dtype, root.aligned)
+    rows, dims = math.prod(spec.shape[:-1]), tuple(zip(batch, lead, strict=True))
+    return Matrix(_root(graph, value), rows, spec.shape[-1], pitch, spec.dtype, root.aligned, dims)
 
 
 def _pitch(shape: tuple, stride: tuple) -> int | None:
@@ -249,24 +276,34 @@ def _spaces(graph: Subgraph, anchors: tuple, main: frozenset, epilogue: tuple, b
     return spaces
 
 
-def _operand(graph: Subgraph, value: int, spaces: dict) -> Operand:
+def _operand(graph: Subgraph, value: int, spaces: dict, rows: int) -> Operand:
     spec, root = graph.tensor(value), _root(graph, value)
-    found = {_place(spec, space) for space in spaces[value]}
-    if len(found) != 1:
+    found = {_place(spec, space, rows) for space in spaces[value]}
+    if len({f[:4] for f in found}) != 1:
         raise Refused("an operand is broadcast in two different ways")
-    kind, shape, stride, period = found.pop()
-    return Operand(value, root, kind, shape, stride, spec.dtype, period)
+    kind, shape, stride, period, batch = min(found, key=lambda f: len(f[4]))
+    if any(agreed([list(batch), list(f[4])])[1][0] != agreed([list(batch), list(f[4])])[1][1] for f in found):
+        raise Refused("an operand is broadcast in two different ways")
+    return Operand(value, root, kind, shape, stride, spec.dtype, period, batch)
 
 
-def _place(spec: TensorSpec, space: tuple) -> tuple:
-    """(kind, shape, stride, period) of an operand that is broadcast to `space` = (..., N)."""
+def _split(shape: tuple, rows: int) -> int:
+    """Where the leading dimensions of (..., N) part into those of the batch and those of the rows of one matrix."""
+    for k in range(len(shape)):
+        if math.prod(shape[k:-1]) == rows:
+            return k
+    raise Refused("a view behind the GEMM mixes rows of different matrices")
+
+
+def _place(spec: TensorSpec, space: tuple, m: int) -> tuple:
+    """(kind, shape, stride, period, batch) of an operand that is broadcast to `space` = (..., N) of `m` rows."""
     pad = len(space) - len(spec.shape)
     if pad < 0:
         raise Refused("an operand has more dimensions than the result")
     strides = [0] * pad + [0 if n == 1 else s for n, s in zip(spec.shape, spec.stride, strict=True)]
-    n, step = space[-1], strides[-1]
-    dims = [(d, s) for d, s in zip(space[:-1], strides[:-1], strict=True) if d != 1]
-    m = math.prod(space[:-1])
+    n, step, cut = space[-1], strides[-1], _split(space, m)
+    batch = tuple(zip(space[:cut], strides[:cut], strict=True))
+    dims = [(d, s) for d, s in zip(space[cut:-1], strides[cut:-1], strict=True) if d != 1]
     if step not in (0, 1) and n != 1:
         raise Refused("an operand's columns are not adjacent in memory")
     lead = 0
@@ -281,24 +318,25 @@ def _place(spec: TensorSpec, space: tuple) -> tuple:
         if outer != d * inner:
             raise Refused("an operand's rows are not evenly spaced in memory")
     if not core:
-        return ("row", (n,), (1,), 1) if step else ("scalar", (1,), (1,), 1)
+        return ("row", (n,), (1,), 1, batch) if step else ("scalar", (1,), (1,), 1, batch)
     if lead and trail < len(dims):
         raise Refused("an operand is broadcast on both sides of its rows")
     pitch = core[-1][1]
     shape, stride = ((rows, n), (pitch, 1)) if step else ((rows,), (pitch,))
     tail = "" if step else "_column"
     if lead:
-        return f"cycle{tail}", shape, stride, rows
+        return f"cycle{tail}", shape, stride, rows, batch
     if trail < len(dims):
-        return f"block{tail}", shape, stride, m // rows
-    return "full" if step else "column", shape, stride, 1
+        return f"block{tail}", shape, stride, m // rows, batch
+    return "full" if step else "column", shape, stride, 1, batch
 
 
-def _output(graph: Subgraph, value: int, main: frozenset, m: int, n: int) -> Output:
-    spec = graph.tensor(value)
-    pitch = _pitch(spec.shape, spec.stride) if spec.shape else None
-    if value not in main or spec.numel != m * n or spec.shape[-1] != n:
+def _output(graph: Subgraph, value: int, main: frozenset, numel: int, size: tuple) -> Output:
+    spec, (m, n) = graph.tensor(value), size
+    if value not in main or spec.numel != numel or spec.shape[-1] != n:
         raise Refused("a result is not computed from the GEMM")
+    cut = _split(spec.shape, m)
+    pitch = _pitch(spec.shape[cut:], spec.stride[cut:])
     if pitch is None or (spec.stride[-1] != 1 and n != 1):
         raise Refused("a result's rows are not evenly spaced in memory")
-    return Output(value, pitch, spec.dtype)
+    return Output(value, pitch, spec.dtype, tuple(zip(spec.shape[:cut], spec.stride[:cut], strict=True)))

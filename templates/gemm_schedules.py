@@ -17,7 +17,7 @@ def place(t):  # tile number -> (row block, column block): panels of GROUP row b
 PLAIN = """
 @T.prim_func
 def @@signature:
-    with T.Kernel(T.ceildiv(N, BN), T.ceildiv(M, BM)) as (bn, bm):
+    with T.Kernel(T.ceildiv(N, BN), T.ceildiv(M, BM)@@extent) as (bn, bm@@index):
         @@allocate
         for i in T.serial(T.min(BM, M - bm * BM)):
             @@row
@@ -26,14 +26,14 @@ def @@signature:
 AUTO = """
 @T.prim_func
 def @@signature:
-    with T.Kernel(T.ceildiv(N, BN), T.ceildiv(M, BM), threads=THREADS, prelude=PRELUDE) as (bn, bm):
+    with T.Kernel(T.ceildiv(N, BN), T.ceildiv(M, BM)@@extent, threads=THREADS, prelude=PRELUDE) as (bn, bm@@index):
         x_s = T.alloc_shared((BM, BK), DTYPE)
         @@allocate
         @@hints
         row, col = bm * BM, bn * BN
         @@clear
         for k in @@loop:
-            T.copy(x[row, k * BK], x_s)
+            T.copy(x[@@xrow, k * BK], x_s)
             @@load
             @@mma
         @@preload
@@ -47,12 +47,12 @@ def @@signature:
         x_s = T.alloc_shared((BM, BK), DTYPE)
         @@allocate
         @@hints
-        for t in T.serial(T.ceildiv(ROWS * COLUMNS - block, GRID)):
-            bm, bn = place(t * GRID + block)
+        for t in T.serial(T.ceildiv(TILES - block, GRID)):
+            @@where
             row, col = bm * BM, bn * BN
             @@clear
             for k in @@loop:
-                T.copy(x[row, k * BK], x_s)
+                T.copy(x[@@xrow, k * BK], x_s)
                 @@load
                 @@mma
             @@preload

@@ -1,9 +1,12 @@
 """Writes the TileLang source of one GEMM kernel: constants, parameters, and the blocks a schedule leaves open."""
 
+import math
+
 from fusescout.templates import gemm_schedules as schedules
 from fusescout.templates.dialect import HALF
 from fusescout.templates.dialect import Dialect
 from fusescout.templates.expression import emit
+from fusescout.templates.gemm_batch import indices
 from fusescout.templates.gemm_problem import Operand
 from fusescout.templates.gemm_problem import Problem
 
@@ -21,24 +24,36 @@ class Writer:
     def __init__(self, problem: Problem, config: dict, dialect: Dialect) -> None:
         self.p, self.c, self.d = problem, config, dialect
         self.gemms, self.cluster = len(problem.weights), config.get("cluster", 1)
+        self.matrices = math.prod(problem.batch)
         half = next((o.dtype for o in problem.outputs if o.dtype in HALF), None)
         through_shared = not dialect.cpu and config["BN"] % 16 == 0
         self.staged = [through_shared and o.dtype == half for o in problem.outputs]
-        self.bulk = [o.pitch % 8 == 0 for o in problem.outputs]
+        self.bulk = [all(s % 8 == 0 for s in (o.pitch, *o.batch)) for o in problem.outputs]
         self.residual = self._residual()
 
     # ---- parameters -------------------------------------------------------------------------------------------
 
     def params(self) -> tuple:
         p = self.p
-        found = [Param("x", "input", p.x.input, (p.M, p.K), (p.x.pitch, 1), p.x.dtype)]
+
+        def param(name: str, role: str, index: int, o, shape: tuple, stride: tuple) -> Param:
+            sizes = tuple(n for n, s in zip(p.batch, o.batch, strict=True) if s)
+            strides = tuple(s for s in o.batch if s)
+            return Param(name, role, index, (*sizes, *shape), (*strides, *stride), o.dtype)
+
+        found = [param("x", "input", p.x.input, p.x, (p.M, p.K), (p.x.pitch, 1))]
         for g, w in enumerate(p.weights):
-            found.append(Param(f"w{g}", "input", w.input, (w.rows, w.columns), (w.pitch, 1), w.dtype))
+            found.append(param(f"w{g}", "input", w.input, w, (w.rows, w.columns), (w.pitch, 1)))
         for k, o in enumerate(p.operands):
-            found.append(Param(f"e{k}", "input", o.input, o.shape, o.stride, o.dtype))
+            found.append(param(f"e{k}", "input", o.input, o, o.shape, o.stride))
         for k, o in enumerate(p.outputs):
-            found.append(Param(f"y{k}", "output", k, (p.M, p.N), (o.pitch, 1), o.dtype))
+            found.append(param(f"y{k}", "output", k, o, (p.M, p.N), (o.pitch, 1)))
         return tuple(found)
+
+    def _z(self, o) -> str:
+        """Start of an index into an operand: its matrix of the batch, where it has several."""
+        places = zip(indices(self.p.batch, "z"), o.batch, strict=True)
+        return "".join(f"{text}, " for text, stride in places if stride)
 
     def _signature(self, name: str) -> str:
         return f"{name}({', '.join(f'{q.name}: {self._declare(q)}' for q in self.params())})"
@@ -56,7 +71,8 @@ class Writer:
         if not manual or len(self.p.outputs) != 1 or not (self.staged[0] and self.bulk[0]):
             return None
         for k, o in enumerate(self.p.operands):
-            if o.kind == "full" and o.dtype == self.p.outputs[0].dtype and o.stride[0] % 8 == 0:
+            even = all(s % 8 == 0 for s in (o.stride[0], *o.batch))
+            if o.kind == "full" and o.dtype == self.p.outputs[0].dtype and even:
                 return k
         return None
 
@@ -76,7 +92,7 @@ class Writer:
             "cycle": f"({m}) % {o.period}, {n}", "block": f"({m}) // {o.period}, {n}",
             "cycle_column": f"({m}) % {o.period}", "block_column": f"({m}) // {o.period}",
         }[o.kind]  # fmt: skip
-        return self.d.load(f"e{k}[{at}]", o.dtype)
+        return self.d.load(f"e{k}[{self._z(o)}{at}]", o.dtype)
 
     def _compute(self, output: int, accs: list, m: str, n: str, suffix: str = "") -> tuple:
         """(statements, value text) of one output element."""
@@ -108,7 +124,7 @@ class Writer:
             value = value if k == last else self.d.store(value, o.dtype)
             if body or value != accs[0]:
                 lines += ["for i, j in T.Parallel(BM, BN):", *(f"    {b}" for b in body), f"    {into}[i, j] = {value}"]
-            tile = f"y{k}[row, col]"
+            tile = f"y{k}[{self._z(o)}row, col]"
             if not self.staged[k]:
                 lines.append(f"T.copy({into}, {tile})")
                 continue
@@ -119,7 +135,10 @@ class Writer:
             if not self.bulk[k] or not threads:
                 lines.append(f"T.copy(y_s{suffix}, {tile})")
                 continue
-            lines += ["T.fence_proxy_async()", f"T.tma_copy(y_s{suffix}, y{k}[row : row + BM, col : col + BN])"]
+            lines += [
+                "T.fence_proxy_async()",
+                f"T.tma_copy(y_s{suffix}, y{k}[{self._z(o)}row : row + BM, col : col + BN])",
+            ]
             if self.residual is not None:
                 lines += [
                     f"if T.shuffle_elect({threads}):",
@@ -130,7 +149,11 @@ class Writer:
 
     def _preload(self, suffix: str = "") -> list:
         text = {"row": "col : col + BN", "column": "row : row + BM"}
-        return [f"T.copy(e{k}[{text[o.kind]}], e{k}_f{suffix})" for k, o in enumerate(self.p.operands) if self._kept(o)]
+        return [
+            f"T.copy(e{k}[{self._z(o)}{text[o.kind]}], e{k}_f{suffix})"
+            for k, o in enumerate(self.p.operands)
+            if self._kept(o)
+        ]
 
     def _fragments(self, suffix: str = "") -> list:
         """Allocations of one group of math threads: accumulators, vectors, and the staging buffer of the result."""
@@ -153,7 +176,7 @@ class Writer:
 
     def _load(self) -> list:
         at = "col, k * BK" if self.p.transposed else "k * BK, col"
-        return [f"T.copy(w{g}[{at}], w{g}_s)" for g in range(self.gemms)]
+        return [f"T.copy(w{g}[{self._z(w)}{at}], w{g}_s)" for g, w in enumerate(self.p.weights)]
 
     def _mma(self) -> list:
         return [
@@ -163,11 +186,12 @@ class Writer:
 
     def _load_async(self) -> list:
         rows, steps = "col : col + BN", "k * BK : (k + 1) * BK"
-        x = f"T.tma_copy(x[row : row + BM, {steps}], x_s[it % STAGES, :, :], barrier=full[it % STAGES])"
+        z = self._z(self.p.x)
+        x = f"T.tma_copy(x[{z}row : row + BM, {steps}], x_s[it % STAGES, :, :], barrier=full[it % STAGES])"
         at = f"{rows}, {steps}" if self.p.transposed else f"{steps}, {rows}"
         last = self.gemms - 1
         return [x] + [
-            f"T.tma_copy(w{g}[{at}], w{g}_s[it % STAGES, :, :], barrier=full[it % STAGES]"
+            f"T.tma_copy(w{g}[{self._z(self.p.weights[g])}{at}], w{g}_s[it % STAGES, :, :], barrier=full[it % STAGES]"
             + (", cluster_mask=3" if self.cluster == 2 else "")
             + (', annotations={"emit_arrive": 1})' if g == last else ")")
             for g in range(self.gemms)
@@ -191,7 +215,8 @@ class Writer:
             return []
 
         def copy(buffer: str, barrier: int) -> str:
-            tile = f"e{self.residual}[row : row + BM, col : col + BN]"
+            z = self._z(self.p.operands[self.residual])
+            tile = f"e{self.residual}[{z}row : row + BM, col : col + BN]"
             return f'T.tma_copy({tile}, y_s{buffer}, barrier=arrived[{barrier}], annotations={{"emit_arrive": 1}})'
 
         if suffixes == [""]:
@@ -201,6 +226,12 @@ class Writer:
 
     def _where(self) -> list:
         """The tile of turn `t`: two blocks of a cluster work side by side on the same columns."""
+        if self.p.batch:
+            return [
+                "tile = t * GRID + block",
+                "z = tile // (ROWS * COLUMNS)",
+                "bm, bn = place(tile % (ROWS * COLUMNS))",
+            ]
         if self.cluster == 1:
             return ["bm, bn = place(t * GRID + block)"]
         return ["pair, bn = place(t * (GRID // 2) + block // 2)", "bm = pair * 2 + block % 2"]
@@ -229,17 +260,22 @@ class Writer:
         lines = [f"M, N, K = {p.M}, {p.N}, {p.K}", f"BM, BN, BK = {c['BM']}, {c['BN']}, {c['BK']}"]
         if not self.d.cpu:
             rows, columns = -(-p.M // (c["BM"] * self.cluster)), -(-p.N // c["BN"])
+            tiles = rows * columns * self.matrices
             group = max(g for g in range(1, c.get("group", 8) + 1) if rows % g == 0)
             lines += [
                 f'DTYPE, STAGES, THREADS, GEMMS = "{p.x.dtype}", {c["stages"]}, {c["threads"]}, {self.gemms}',
                 f"ROWS, COLUMNS, STEPS, GROUP = {rows}, {columns}, {-(-p.K // c['BK'])}, {group}",
-                f"GRID = {min(rows * columns * self.cluster, c.get('grid', rows * columns))}",
+                f"TILES, GRID = {tiles}, {min(tiles * self.cluster, c.get('grid', tiles))}",
             ]
         return "\n".join(lines) + "\n"
 
     def _loop(self) -> str:
         once = self.c["BK"] >= self.p.K  # a pipelined loop of one trip hangs under warp specialisation
         return "T.serial(1)" if once else "T.Pipelined(T.ceildiv(K, BK), num_stages=STAGES)"
+
+    def _grid(self) -> dict:
+        """The batch as a dimension of the launch."""
+        return {"extent": f", {self.matrices}", "index": ", z"} if self.p.batch else {"extent": "", "index": ""}
 
     def _hints(self) -> list:
         ctas = self.c.get("ctas", 1)
@@ -253,7 +289,7 @@ class Writer:
     def _auto(self) -> str:
         swizzle = [f"T.use_swizzle({self.c['swizzle']})"] if self.c.get("swizzle") else []
         return schedules.fill(
-            schedules.AUTO,
+            schedules.AUTO, **self._grid(), xrow=f"{self._z(self.p.x)}row",
             allocate=self._weights() + self._fragments(), hints=swizzle + self._hints(), loop=self._loop(),
             clear=[f"T.clear(a{g})" for g in range(self.gemms)], load=self._load(), mma=self._mma(),
             preload=self._preload(), epilogue=self._epilogue(),
@@ -261,7 +297,7 @@ class Writer:
 
     def _roles(self) -> str:
         return schedules.RASTER + schedules.fill(
-            schedules.ROLES,
+            schedules.ROLES, xrow=f"{self._z(self.p.x)}row", where=self._where(),
             allocate=self._weights() + self._fragments(), hints=self._hints(), loop=self._loop(),
             clear=[f"T.clear(a{g})" for g in range(self.gemms)], load=self._load(), mma=self._mma(),
             preload=self._preload(), epilogue=self._epilogue(),
@@ -286,7 +322,7 @@ class Writer:
             prefetch=self._prefetch(suffixes), consumers=consumers, where=self._where(),
             launch=", cluster_dims=2" if pair else "", leave=["T.cluster_sync()"] if pair else [],
             empty=f"T.alloc_{'cluster_' if pair else ''}barrier([RELEASES] * STAGES)",
-            tiles=f"T.ceildiv(ROWS * COLUMNS - {'block // 2, GRID // 2' if pair else 'block, GRID'})",
+            tiles=f"T.ceildiv(TILES - {'block // 2, GRID // 2' if pair else 'block, GRID'})",
         )  # fmt: skip
 
     def _drain(self, threads: int) -> list:
@@ -327,20 +363,21 @@ class Writer:
     def _plain(self) -> str:
         p, dtype = self.p, self.p.x.dtype
         width = "T.min(BN, N - bn * BN)"
-        row, x = [], self.d.load("x[bm * BM + i, k]", dtype)
+        row, x = [], self.d.load(f"x[{self._z(p.x)}bm * BM + i, k]", dtype)
         for g in range(self.gemms):
             at = "bn * BN + j, k" if p.transposed else "k, bn * BN + j"
             row += [
                 f"for j in T.serial({width}):", f"    a{g}[j] = T.float32(0)",
                 "for k in T.serial(K):", f"    for j in T.serial({width}):",
-                f"        a{g}[j] = a{g}[j] + {x} * {self.d.load(f'w{g}[{at}]', dtype)}",
+                f"        a{g}[j] = a{g}[j] + {x} * {self.d.load(f'w{g}[{self._z(p.weights[g])}{at}]', dtype)}",
             ]  # fmt: skip
         row.append(f"for j in T.serial({width}):")
         for k, o in enumerate(p.outputs):
             body, value = self._compute(k, [f"a{g}[j]" for g in range(self.gemms)], "bm * BM + i", "bn * BN + j")
-            row += [*(f"    {b}" for b in body), f"    y{k}[bm * BM + i, bn * BN + j] = {self.d.store(value, o.dtype)}"]
+            place = f"{self._z(o)}bm * BM + i, bn * BN + j"
+            row += [*(f"    {b}" for b in body), f"    y{k}[{place}] = {self.d.store(value, o.dtype)}"]
         allocate = [f'a{g} = T.alloc_local((BN,), "float32")' for g in range(self.gemms)]
-        return schedules.fill(schedules.PLAIN, allocate=allocate, row=row)
+        return schedules.fill(schedules.PLAIN, allocate=allocate, row=row, **self._grid())
 
 
 def _dense(shape: tuple) -> tuple:

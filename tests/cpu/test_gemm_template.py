@@ -83,6 +83,37 @@ CHAINS = {
     "matmul and a computed vector": (lambda x, w, g, b: torch.matmul(x, w) * (1 + g) + b, X, WT, B, B),
     "residual of another shape": (lambda x, w, b, r: F.linear(x, w, b) + r.view(2, 5, 17), X, W, B, (10, 17)),
     "no epilogue": (lambda x, w: torch.matmul(x, w), X, WT),
+    "batched": (lambda x, w: torch.bmm(x, w).tanh(), (3, 5, 24), (3, 24, 17)),
+    "batched, transposed weight": (lambda x, w: x @ w.transpose(-1, -2) * 0.2, (2, 3, 5, 24), (2, 3, 17, 24)),
+    "attention scores and mask": (
+        lambda q, k, m: (q.view(2, 5, 3, 8).transpose(1, 2) @ k.view(2, 7, 3, 8).permute(0, 2, 3, 1)) * 0.3 + m,
+        (2, 5, 24),
+        (2, 7, 24),
+        (2, 1, 1, 7),
+    ),
+    "batch as one dimension, mask with two": (
+        lambda x, w, m: torch.bmm(x, w).view(2, 3, 5, 17) + m,
+        (6, 5, 24),
+        (6, 24, 17),
+        (2, 1, 5, 17),
+    ),
+    "baddbmm with one bias for all": (
+        lambda b, x, w: torch.baddbmm(b, x, w, beta=0.5, alpha=2.0).relu(),
+        (1, 5, 17),
+        (3, 5, 24),
+        (3, 24, 17),
+    ),
+    "one weight for all, strided rows": (lambda x, w: F.gelu(x.transpose(0, 1) @ w), (4, 3, 24), WT),
+    "weights of a batch, one input": (lambda x, w, b: (x @ w + b).relu(), (5, 24), (3, 24, 17), (3, 1, 17)),
+    "row vector per matrix and residual": (
+        lambda x, w, b, r: (x @ w + b) * 2 + r,
+        (2, 3, 5, 24),
+        (3, 24, 17),
+        (3, 1, 17),
+        (2, 3, 5, 17),
+    ),
+    "column per matrix": (lambda x, w, c: (x @ w) * c, (3, 5, 24), (3, 24, 17), (3, 5, 1)),
+    "a batch of one": (lambda x, w: torch.bmm(x, w).sigmoid(), (1, 5, 24), (1, 24, 17)),
 }
 
 
@@ -200,3 +231,25 @@ def test_hopper_schedules_use_the_copy_engine_and_wgmma(schedule, residual):
         assert len(re.findall(stage + r"tl::__sync_thread_partial\(\d+, \d+\);[\s\S]*?tma_store\(", source)) >= 1
     if schedule == "pingpong":
         assert len(re.findall(r"turn\[\d\]\.wait", source)) == len(re.findall(r"turn\[\d\]\.arrive", source)) == 2
+
+
+def heads(q, k, m):
+    """Scores of attention over 12 heads that lie side by side in memory, and a mask."""
+    return (q.view(4, 512, 12, 64).transpose(1, 2) @ k.view(4, 512, 12, 64).permute(0, 2, 3, 1)) * 0.125 + m
+
+
+@pytest.mark.parametrize("schedule", ["pingpong", "coop", "auto"])
+def test_a_batch_is_read_and_written_by_the_copy_engine(schedule):
+    graph = meta(heads, (4, 512, 768), (4, 512, 768), (4, 1, 1, 512))
+    assert gemm_epilogue.supports(graph, HOPPER) is None
+    source = cuda_source(gemm_epilogue, graph, schedule)
+    assert "wgmma_ss<" in source and "tma_store(" in source
+    assert schedule == "auto" or "tma_load(" in source  # "auto" copies a single step itself
+    assert source.count("__syncthreads()") == (1 if schedule != "auto" else source.count("__syncthreads()"))
+
+
+def test_batches_that_do_not_line_up_are_refused():
+    graph = meta(lambda x, w: (x @ w).reshape(4, 6, 8).transpose(0, 1) + 1, (3, 8, 64), (3, 64, 8))
+    assert gemm_epilogue.supports(graph, HOPPER)
+    odd = meta(lambda x, w: torch.bmm(x, w).relu(), (3, 5, 68), (3, 68, 24))
+    assert "16 bytes" in gemm_epilogue.supports(odd, HOPPER)

@@ -43,6 +43,14 @@ def test_a_bare_gemm_is_a_region_only_where_its_rows_are_misaligned() -> None:
         assert (chains(b.graph(y), "gemm_epilogue") == [("linear",)]) is found
 
 
+def test_a_batched_gemm_takes_its_tail_through_a_view() -> None:
+    b = Builder()
+    scores = b.op("bmm", spec(6, 5, 8), b.input(spec(6, 5, 16)), b.input(spec(6, 16, 8)))
+    heads = b.op("view", spec(2, 3, 5, 8), scores, (2, 3, 5, 8))
+    y = b.op("tanh", spec(2, 3, 5, 8), b.op("aten.add.Tensor", spec(2, 3, 5, 8), heads, b.input(spec(2, 1, 1, 8))))
+    assert ("bmm", "view", "add", "tanh") in chains(b.graph(y), "gemm_epilogue")
+
+
 def test_an_intermediate_used_elsewhere_becomes_a_second_output() -> None:
     b = Builder()
     x, r = b.input(spec(8, 16)), b.input(spec(8, 16))
