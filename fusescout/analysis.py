@@ -33,6 +33,7 @@ from fusescout.device import Device
 from fusescout.endtoend import SAMPLE_S
 from fusescout.endtoend import OnEvent
 from fusescout.endtoend import compare
+from fusescout.endtoend import compositions
 from fusescout.environment import describe
 from fusescout.graph import OpGraph
 from fusescout.inputs import save
@@ -85,7 +86,11 @@ def run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | No
         config: all settings.
         on_event: hears (stage, done, total, detail).
         folder: where the trace and the kernels' repro scripts go; None keeps neither.
+
+    Raises:
+        CompositionUnavailable: the rest can't be run here in the way that is asked for.
     """
+    compositions(config, workload)  # what is asked for and can't be is told before anything is measured
     with Spare() as spare:
         return _run(workload, config, on_event, folder, spare)
 

@@ -18,6 +18,7 @@ import torch
 from fusescout.capture.dynamo import forgotten
 from fusescout.capture.protect import protected
 from fusescout.config import Config
+from fusescout.errors import CompositionUnavailable
 from fusescout.modelcheck import ModelJudge
 from fusescout.patching import Backend
 from fusescout.plan import Composition
@@ -71,7 +72,7 @@ def compare(
         judge = ModelJudge(workload)
         bench = _Bench(workload, config, judge, on_event)
         bench.add_framework()
-        for composition in _compositions(config, workload):
+        for composition in compositions(config, workload):
             bench.add_patched(plan if composition == "eager" or compiled is None else compiled, composition)
         with _untouched(workload):
             samples = measure(bench.ways, config.rounds, workload.device, on_event)
@@ -129,10 +130,12 @@ class _Bench:
 
     def _try(self, plan: Plan) -> Way | str:
         """The patched model ready to be timed, or what is wrong with it."""
-        backend = Backend(plan, cache_dir=self.config.cache_dir)
+        backend, skipped = Backend(plan, cache_dir=self.config.cache_dir), _graphs_skipped()
         try:
             compiled = torch.compile(self.workload.model, backend=backend, dynamic=False)
             way = _warm(f"patched, rest {plan.composition}", self.workload, compiled)
+            if plan.composition == "cudagraph" and _graphs_skipped() > skipped:
+                return "Inductor refuses to capture it: it writes its inputs, or some of it runs on the CPU"
             verdict = self.judge.check(way.model)
         except Exception as error:  # isolation boundary: the framework's code stays where the patch can't run
             return _line(error)
@@ -160,7 +163,14 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}"
 
 
-def _compositions(config: Config, workload: Workload) -> tuple[Composition, ...]:
+def compositions(config: Config, workload: Workload) -> tuple[Composition, ...]:
+    """The ways to run the rest that the settings allow here.
+
+    Raises:
+        CompositionUnavailable: CUDA graphs are asked for and the model is not on a GPU.
+    """
+    if config.compose == "cudagraph" and not workload.device.startswith("cuda"):
+        raise CompositionUnavailable("cudagraph", f"CUDA graphs need a GPU, and the model is on {workload.device}")
     if config.compose != "auto":
         return (config.compose,)
     graphs = workload.device.startswith("cuda") and workload.mode == "inference"
@@ -211,6 +221,11 @@ def _stepper(workload: Workload) -> Callable[[], Any]:
         return workload.step()
 
     return step
+
+
+def _graphs_skipped() -> int:
+    """How many graphs Inductor has declined to capture in a CUDA graph so far; it then runs them without one."""
+    return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
 
 
 def _synchronize(device: str) -> None:
