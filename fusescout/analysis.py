@@ -146,7 +146,7 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
         verdict=verdict.verdict,
         environment=environment,
         workload=workload.info(),
-        settings=_settings(config, races, folder, layout.note),
+        settings=_settings(config, races, folder, [n for n in (layout.note, _masks(captured.constant_masks)) if n]),
         profile=measured.info(ops, len(graphs), captured.breaks),
         candidates=[_result(c, races[c.id], decisions[c.id], plan, verdict) for c in ranking.candidates],
         rejections=list(ranking.rejections),
@@ -305,12 +305,19 @@ def _result(
     )
 
 
-def _settings(config: Config, races: Mapping[str, RaceResult], folder: Path | None, layout: str) -> dict[str, Any]:
+def _masks(count: int) -> str:
+    if not count:
+        return ""
+    subject = f"{count} attention masks are" if count > 1 else "One attention mask is"
+    return f"{subject} the same in every call, causal or empty: the patched model says is_causal or nothing instead."
+
+
+def _settings(config: Config, races: Mapping[str, RaceResult], folder: Path | None, notes: list[str]) -> dict[str, Any]:
     """What a reader needs to judge the numbers: the configuration and how it was measured."""
     policy = [
         "A chain's contenders run in child processes on the captured activations and on fresh inputs.",
         "Each is held against the chain in float64: its error may be twice eager's own plus one rounding step.",
-        *([layout] if layout else []),
+        *notes,
         *dict.fromkeys(f"Chains: {r.policy}." for r in races.values() if r.policy),
         "The whole model is timed unprofiled in interleaved rounds, each second one in reverse order;"
         f" a sample lasts at least {SAMPLE_S * 1e3:.0f} ms."

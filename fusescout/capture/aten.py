@@ -40,6 +40,9 @@ from fusescout.capture.autocast import state
 from fusescout.capture.autocast import uses_autocast
 from fusescout.capture.functional import make_functional
 from fusescout.capture.literals import fold_literals
+from fusescout.capture.masks import ATTENTION
+from fusescout.capture.masks import restore
+from fusescout.capture.masks import specialise_masks
 from fusescout.capture.recompute import drop_empty_policies
 from fusescout.capture.recompute import trace_region
 from fusescout.errors import NotCapturable
@@ -48,6 +51,9 @@ GIVES_BACK = frozenset(
     {"to", "type_as", "contiguous", "dropout", "feature_dropout", "alpha_dropout", "resolve_conj", "resolve_neg"}
 )
 """Operators that return their argument itself where there is nothing to do."""
+
+CONSTANT_MASKS = "constant_masks"
+"""Key of a captured module's `meta`: attention masks that are the same in every call and were left out."""
 
 ACTS_ON_AUTOGRAD = frozenset({"register_hook", "retain_grad", "requires_grad_", "backward"})
 """Tensor methods that change no value: a retraced graph would silently lack them."""
@@ -80,7 +86,7 @@ def to_aten(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         result = _retrace(_Plain(gm), example_inputs)
         if uses_autocast(result):
             result = _retrace(ExplicitAutocast(result), example_inputs)
-        _annotate(result, example_inputs)
+        _specialise(result, example_inputs)
         _drop_identities(result)
         fold_literals(result)
         make_functional(result)
@@ -96,6 +102,26 @@ def to_aten(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         new.target = new.name
     result.recompile()
     return result
+
+
+def _specialise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Annotate the graph with constant attention masks gone, if attention then gives the same strides as with them."""
+    strides = {n: n.meta["val"].stride() for n in gm.graph.nodes if n.target is ATTENTION}
+    changed = specialise_masks(gm)
+    try:
+        _annotate(gm, example_inputs)
+        kept = all(node.meta["val"].stride() == strides[node] for node in changed)
+    except RuntimeError:
+        if not changed:
+            raise
+        kept = False
+    if not kept:
+        restore(changed)
+        _annotate(gm, example_inputs)
+    elif changed:
+        gm.meta[CONSTANT_MASKS] = len(changed)
+        gm.graph.eliminate_dead_code(lambda node: node.is_impure() or node.op == "placeholder")
+        gm.recompile()
 
 
 class _Plain(fx.Interpreter):

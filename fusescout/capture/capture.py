@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusescout import ir
 from fusescout.capture.activations import run_untouched
+from fusescout.capture.aten import CONSTANT_MASKS
 from fusescout.capture.aten import to_aten
 from fusescout.capture.dynamo import fixed_shapes
 from fusescout.capture.encode import encode_graph
@@ -58,6 +59,11 @@ class Capture:
     graphs: tuple[CapturedGraph, ...]
     breaks: tuple[GraphBreak, ...] = ()
     warnings: tuple[str, ...] = ()
+
+    @property
+    def constant_masks(self) -> int:
+        """Attention masks that were left out of the graphs, since they are the same in every call."""
+        return sum(g.module.meta.get(CONSTANT_MASKS, 0) for g in self.graphs)
 
 
 def capture(workload: Workload) -> Capture:
