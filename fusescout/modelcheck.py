@@ -26,7 +26,7 @@ from fusescout.verify import out_of_memory
 from fusescout.workload import Workload
 
 SEED = 0
-SANE = 4.0
+SANE = 8.0
 """A compiled model this much further off than eager's rule allows is taken to be wrong, not imprecise."""
 BESIDE = 1.25
 """How much further off than such a compiled model another way may be; of eager's own error it is twice as much."""

@@ -49,7 +49,9 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
         if not _is_family(graph, family, names) or not flow.convex(names):
             return
         ordered = tuple(n.name for n in graph.nodes if n.name in names)
-        if not _is_cuttable(graph, ordered) or not graph.escapes(ordered) or not aliases.separable(set(ordered)):
+        if not _is_cuttable(graph, family, ordered) or not graph.escapes(ordered):
+            return
+        if not aliases.separable(set(ordered)):
             return
         found.setdefault((family, frozenset(ordered)), Region(graph.index, family, ordered))
 
@@ -127,11 +129,12 @@ def _single_output(graph: Graph, names: set[str]) -> set[str]:
     return names
 
 
-def _is_cuttable(graph: Graph, names: tuple[str, ...]) -> bool:
-    """Its inputs are single tensors, and not too many of them."""
+def _is_cuttable(graph: Graph, family: str, names: tuple[str, ...]) -> bool:
+    """Its inputs are single tensors, and not too many of them; parameters that are prepared don't count."""
     inside = set(names)
     outer = {i for n in names for i in graph.by_name[n].inputs if i not in inside}
-    return len(outer) <= MAX_INPUTS and all(isinstance(graph.by_name[i].out, TensorSpec) for i in outer)
+    given = [i for i in outer if family != "conv_epilogue" or not graph.by_name[i].is_parameter]
+    return len(given) <= MAX_INPUTS and all(isinstance(graph.by_name[i].out, TensorSpec) for i in outer)
 
 
 def _epilogues(flow: Flow, anchor: Node) -> list[set[str]]:

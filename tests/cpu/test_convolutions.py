@@ -1,0 +1,404 @@
+"""Batch norm folded into convolutions, the library's fused convolutions, 1x1 convolutions as matrix products.
+
+What a fold computes is held against float64, wrong folds must be caught by the verifier, and a parameter that changes
+after patching must show in the result.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fusescout.capture import activations
+from fusescout.capture import capture
+from fusescout.capture.capture import CapturedGraph
+from fusescout.constants import Parts
+from fusescout.constants import split
+from fusescout.contenders.base import Contender
+from fusescout.contenders.framework import Framework
+from fusescout.contenders.framework import rewrites
+from fusescout.contenders.pointwise_convolution import as_product
+from fusescout.contenders.tilelang import TileLang
+from fusescout.device import Device
+from fusescout.ir import Op
+from fusescout.ir import Subgraph
+from fusescout.layout import _encoded
+from fusescout.memory_format import channels_last
+from fusescout.memory_format import copy_of
+from fusescout.patching import Patched
+from fusescout.patching import patch
+from fusescout.plan import Composition
+from fusescout.plan import Entry
+from fusescout.plan import MemoryFormat
+from fusescout.plan import Plan
+from fusescout.probe import describe_device
+from fusescout.reference import build
+from fusescout.regions import find_regions
+from fusescout.verify import Verifier
+from fusescout.workload import Workload
+
+CPU, CUDA = Device("cpu", "test", "x86", 1), Device("cuda", "test", "sm_90a", 132)
+FOLD = "batch_norm folded into convolution"
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """Eval mode, with statistics and weights that a trained model could have."""
+    generator = torch.Generator().manual_seed(3)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
+            module.running_mean.uniform_(-0.5, 0.5, generator=generator)
+            module.running_var.uniform_(0.5, 1.5, generator=generator)
+            if module.affine:
+                nn.init.uniform_(module.weight, 0.5, 1.5, generator=generator)
+                nn.init.uniform_(module.bias, -0.5, 0.5, generator=generator)
+    return model.eval()
+
+
+def captured(model: nn.Module, x: torch.Tensor, memory_format: MemoryFormat = "preserved") -> CapturedGraph:
+    (graph,) = capture(Workload(model, (x,))).graphs
+    if memory_format == "preserved":
+        return graph
+    module = copy_of(graph.module)
+    assert channels_last(module) == ""
+    return replace(graph, module=module, graph=_encoded(graph, module))
+
+
+def chain(graph: CapturedGraph, *ops: str) -> tuple[Subgraph, list[torch.Tensor]]:
+    """The convolution region with these operators, and its real inputs."""
+    for region in find_regions(graph.graph):
+        subgraph, names = graph.graph.subgraph(region.nodes)
+        if region.family == "conv_epilogue" and subgraph.chain == ops:
+            values = activations.record(graph, set(names))
+            return subgraph, [values[n] for n in names]
+    raise AssertionError(f"no region {ops}")
+
+
+class Block(nn.Module):
+    """conv, norm, relu, 1x1 conv, norm, and the same of a 1x1 shortcut added, relu."""
+
+    def __init__(self, inner: int = 8, outer: int = 16) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inner, inner, 3, padding=1, bias=False), nn.BatchNorm2d(inner)
+        self.conv2, self.bn2 = nn.Conv2d(inner, outer, 1), nn.BatchNorm2d(outer)
+        self.short, self.bn3 = nn.Conv2d(inner, outer, 1, bias=False), nn.BatchNorm2d(outer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu_(self.bn1(self.conv1(x)))
+        return torch.relu(self.bn2(self.conv2(y)) + self.bn3(self.short(x)))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(8, 16), Block(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def image(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape or (2, 8, 9, 7), generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]] = {
+    "plain": (lambda: nn.Conv2d(8, 12, 3, padding=1, bias=False), lambda: nn.BatchNorm2d(12), (2, 8, 9, 7)),
+    "bias": (lambda: nn.Conv2d(8, 12, 3, stride=2), lambda: nn.BatchNorm2d(12), (2, 8, 9, 7)),
+    "no affine": (lambda: nn.Conv2d(8, 12, 1), lambda: nn.BatchNorm2d(12, affine=False), (1, 8, 5, 5)),
+    "groups": (lambda: nn.Conv2d(8, 16, 3, groups=4), lambda: nn.BatchNorm2d(16), (3, 8, 5, 7)),
+    "depthwise": (lambda: nn.Conv2d(8, 8, 3, groups=8, padding=1), lambda: nn.BatchNorm2d(8), (2, 8, 6, 6)),
+    "dilation": (lambda: nn.Conv2d(8, 4, 3, dilation=2, padding="same"), lambda: nn.BatchNorm2d(4), (2, 8, 9, 7)),
+    "circular": (lambda: nn.Conv2d(8, 4, 3, 1, 1, padding_mode="circular"), lambda: nn.BatchNorm2d(4), (1, 8, 5, 5)),
+    "one dimension": (lambda: nn.Conv1d(8, 12, 5, padding=2), lambda: nn.BatchNorm1d(12), (2, 8, 17)),
+    "three dimensions": (lambda: nn.Conv3d(4, 6, 3, padding=1), lambda: nn.BatchNorm3d(6), (1, 4, 3, 5, 4)),
+    "transposed": (lambda: nn.ConvTranspose2d(8, 6, 2, stride=2), lambda: nn.BatchNorm2d(6), (2, 8, 5, 4)),
+    "transposed groups": (lambda: nn.ConvTranspose2d(8, 6, 3, groups=2), lambda: nn.BatchNorm2d(6), (2, 8, 5, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_folded_weights_are_the_float64_fold_rounded_once(kind: str, dtype: torch.dtype) -> None:
+    """Prepared weights in float64 give batch norm's own values; in the model's dtype they are those, rounded."""
+    torch.manual_seed(0)
+    conv, norm, shape = KINDS[kind]
+    model = trained(nn.Sequential(conv(), norm(), nn.SiLU())).to(dtype)
+    graph = captured(model, image(*shape, dtype=dtype))
+    names = [graph.graph.subgraph(r.nodes)[0].chain for r in find_regions(graph.graph) if r.family == "conv_epilogue"]
+    subgraph, values = chain(graph, *names[0])
+    folded = dict(rewrites(subgraph, CPU))[FOLD]
+    wide = [v.double() for v in values]
+    expected = build(subgraph, "float64")(wide)[0]
+    assert torch.allclose(build(folded, "float64")(wide)[0], expected, rtol=1e-10, atol=1e-10)
+    parts = split(folded)
+    assert parts is not None
+    sources = [values[k] for k in parts.sources]
+    exact = build(parts.prepare, "float64")([s.double() for s in sources])
+    for made, truth in zip(build(parts.prepare)(sources), exact, strict=True):
+        assert made.dtype == dtype
+        assert torch.equal(made, truth.to(dtype))
+
+
+@pytest.mark.parametrize("memory_format", ["preserved", "channels_last"])
+def test_a_fold_passes_the_check(memory_format: MemoryFormat) -> None:
+    torch.manual_seed(0)
+    graph = captured(trained(Block()), image(), memory_format)
+    subgraph, values = chain(graph, "conv2d", "batch_norm", "add", "relu")
+    contender = Framework()
+    variants = contender.variants(subgraph, CPU, "quick")
+    assert not isinstance(variants, str)
+    assert variants[0]["calls"] == [FOLD, "mkldnn._convolution_pointwise"]
+    verifier = Verifier(subgraph, values, "cpu")
+    for variant in variants:
+        built = contender.build(subgraph, variant, CPU)
+        assert built.parts is not None
+        assert verifier.check(built.run, "quick").reason == ""
+
+
+def wrong_folds(graph: Subgraph) -> dict[str, Subgraph]:
+    """The folded sub-graph with one mistake each."""
+
+    def edited(edit: Callable[[Op], Op]) -> Subgraph:
+        return Subgraph(graph.inputs, tuple(edit(op) for op in graph.ops), graph.outputs)
+
+    def without(name: str) -> Callable[[Op], Op]:
+        return lambda op: (
+            replace(op, target="aten.alias.default", args=op.args[:1], kwargs=()) if op.name == name else op
+        )
+
+    def other(name: str, target: str) -> Callable[[Op], Op]:
+        return lambda op: replace(op, target=target) if op.name == name else op
+
+    half = lambda op: replace(op, kwargs=(("dtype", type(op.kwargs[0][1])("dtype", "bfloat16")),)) if (  # noqa: E731
+        op.name == "_to_copy" and op.kwargs[0][1].value == "float64"
+    ) else op  # fmt: skip
+    return {
+        "no square root": edited(other("rsqrt", "aten.reciprocal.default")),
+        "the mean's sign": edited(without("neg")),
+        "eps forgotten": edited(lambda o: replace(o, args=(o.args[0], 0.0)) if o.target == "aten.add.Scalar" else o),
+        "folded in bfloat16": edited(half),
+        "no bias": edited(lambda o: replace(o, args=(*o.args[:2], None, *o.args[3:])) if o.name == "conv2d" else o),
+    }  # fmt: skip
+
+
+def test_wrong_folds_are_rejected() -> None:
+    torch.manual_seed(0)
+    subgraph, values = chain(captured(trained(Block()), image()), "conv2d", "batch_norm", "add", "relu")
+    folded = dict(rewrites(subgraph, CPU))[FOLD]
+    verifier = Verifier(subgraph, values, "cpu")
+    assert verifier.check(build(folded), "quick").reason == ""
+    for name, graph in wrong_folds(folded).items():
+        assert graph != folded, name
+        assert verifier.check(build(graph), "quick").reason, name
+
+
+def test_training_and_changing_parameters_are_not_folded() -> None:
+    model = trained(Block())
+    (graph,) = capture(Workload(model, (image(),), mode="training")).graphs
+    for region in find_regions(graph.graph):
+        subgraph, _ = graph.graph.subgraph(region.nodes)
+        assert FOLD not in [name for name, _ in rewrites(subgraph, CPU)]
+    subgraph, _ = chain(captured(model, image()), "conv2d", "batch_norm", "relu")
+    given = Subgraph(tuple(replace(s, constant=False) for s in subgraph.inputs), subgraph.ops, subgraph.outputs)
+    assert rewrites(given, CPU) == []
+
+
+def test_cudnn_gets_bias_and_residual_and_one_bias_for_both_convolutions() -> None:
+    graph = captured(trained(Block()), image(dtype=torch.float32))
+    subgraph, _ = chain(graph, "conv2d", "batch_norm", "relu")
+    assert [n for n, _ in rewrites(subgraph, CUDA)] == [FOLD, "cudnn_convolution_relu"]
+    twins = next(
+        s for r in find_regions(graph.graph) if (s := graph.graph.subgraph(r.nodes)[0]).chain.count("conv2d") == 2
+    )
+    steps = rewrites(twins, CUDA)
+    assert [n for n, _ in steps] == [FOLD, FOLD, "shared bias", "cudnn_convolution_add_relu"]
+    parts = split(steps[-1][1])
+    assert parts is not None
+    assert sorted(parts.steady.chain) == ["conv2d", "cudnn_convolution_add_relu"]
+    shortcut = next(op for op in parts.steady.ops if op.name == "conv2d")
+    assert len(shortcut.args) < 3 or shortcut.args[2] is None
+    values = [torch.rand(s.shape) + 0.5 for s in twins.inputs]
+    shared, plain = steps[2][1], twins
+    assert torch.allclose(build(shared)(values)[0], build(plain)(values)[0], rtol=1e-4, atol=1e-3)
+
+
+def test_a_1x1_convolution_is_a_matrix_product_over_channels() -> None:
+    torch.manual_seed(0)
+    graph = captured(trained(Block()).bfloat16(), image(dtype=torch.bfloat16), "channels_last")
+    subgraph, values = chain(graph, "conv2d", "batch_norm", "add", "relu")
+    product = as_product(subgraph)
+    assert not isinstance(product, str)
+    assert product.gemm.chain[0] == "linear"
+    contender = TileLang()
+    variants = contender.variants(subgraph, CPU, "quick")
+    assert not isinstance(variants, str)
+    built = contender.build(subgraph, variants[0], CPU)
+    outcome = Verifier(subgraph, values, "cpu").check(built.run, "full")
+    assert outcome.reason == ""
+    assert outcome.stats.worst < 1
+    scope: dict[str, Any] = {"__name__": "repro"}
+    exec(contender.repro(subgraph, variants[0], CPU), scope)
+    got, expected = scope["contender"](*values), scope["reference"](*values)
+    assert torch.allclose(got[0].float(), expected[0].float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    ("conv", "memory_format", "reason"),
+    [
+        (lambda: nn.Conv2d(8, 8, 1), "preserved", "not in channels-last"),
+        (lambda: nn.Conv2d(8, 8, 3, padding=1), "channels_last", "not 1x1"),
+        (lambda: nn.Conv2d(8, 8, 1, stride=2), "channels_last", "not 1x1"),
+        (lambda: nn.Conv2d(8, 8, 1, groups=2), "channels_last", "not 1x1"),
+    ],
+)
+def test_other_convolutions_are_no_matrix_product(
+    conv: Callable[[], nn.Module], memory_format: MemoryFormat, reason: str
+) -> None:
+    graph = captured(trained(nn.Sequential(conv(), nn.BatchNorm2d(8), nn.ReLU())), image(), memory_format)
+    subgraph, _ = chain(graph, "conv2d", "batch_norm", "relu")
+    found = TileLang().variants(subgraph, CUDA, "quick")
+    assert isinstance(found, str)
+    assert reason in found
+
+
+# ------------------------------------------------------------------------------------------------- live models
+
+
+def planned(model: nn.Module, x: torch.Tensor, contender: Contender, memory_format: MemoryFormat = "preserved") -> Plan:
+    """A plan with every convolution region that the contender can run, largest first."""
+    graph = captured(model, x, memory_format)
+    entries: dict[str, Entry] = {}
+    for region in find_regions(graph.graph):
+        subgraph, _ = graph.graph.subgraph(region.nodes)
+        variants = contender.variants(subgraph, CPU, "quick") if region.family == "conv_epilogue" else ""
+        if not isinstance(variants, str):
+            entries[subgraph.key] = Entry(
+                id=f"conv-{subgraph.key[:8]}", family=region.family, chain=list(subgraph.chain),
+                subgraph=subgraph.to_json(), contender=contender.name, variant=dict(variants[0]), sites=1,
+            )  # fmt: skip
+    assert entries
+    device = describe_device("cpu")
+    return Plan(
+        target="t", mode="inference", device_kind="cpu", device_name=device.name, torch=torch.__version__,
+        entries=list(entries.values()), memory_format=memory_format,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return trained(Net())
+
+
+def close(model: nn.Module, x: torch.Tensor, handle: Patched) -> bool:
+    """Whether the patched model gives what the model itself would."""
+    twin = copy.deepcopy(model)
+    twin._compiled_call_impl = None
+    with torch.no_grad():
+        got, expected = model(x), twin(x)
+    assert got.stride() == expected.stride()
+    return torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("composition", ["eager", "inductor"])
+@pytest.mark.parametrize("memory_format", ["preserved", "channels_last"])
+def test_a_patched_model_sees_its_parameters_change(
+    model: nn.Module, composition: Composition, memory_format: MemoryFormat
+) -> None:
+    x = image()
+    handle = patch(model, planned(model, x, Framework(), memory_format), composition=composition)
+    assert close(model, x, handle)
+    assert handle.counters.sites >= 4
+    assert not handle.counters.fallbacks
+    with torch.no_grad():
+        before = model(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.1)
+    optimizer.step()
+    assert close(model, x, handle), "an optimizer step was not seen"
+    with torch.no_grad():
+        assert not torch.allclose(model(x), before, rtol=1e-3)
+    model.load_state_dict({k: v * 0.5 if v.is_floating_point() else v for k, v in model.state_dict().items()})
+    assert close(model, x, handle), "load_state_dict was not seen"
+    model.first.bn1.running_var.mul_(3)
+    assert close(model, x, handle), "a buffer was not seen"
+    model.first.conv2.weight.data = model.first.conv2.weight.data * 2
+    assert close(model, x, handle), "new data was not seen"
+    model.second.conv1.weight = nn.Parameter(model.second.conv1.weight.detach() * 2)
+    assert close(model, x, handle), "a new parameter was not seen"
+    with torch.inference_mode():
+        model(x)
+    assert close(model, x, handle)
+    handle.undo()
+    with torch.no_grad():
+        assert torch.equal(model(x), copy.deepcopy(model)(x))
+
+
+def test_prepared_values_stay_where_they_are(model: nn.Module) -> None:
+    """A CUDA graph reads them at fixed addresses, so they are written over in place, and only when a source changed."""
+    from fusescout.hoisting import hoist
+    from fusescout.patching import Backend
+
+    x = image()
+    found: list[Any] = []
+
+    def spying(module: torch.fx.GraphModule) -> Any:
+        found.append(hoist(module))
+        return found[-1]
+
+    with pytest.MonkeyPatch.context() as change:
+        change.setattr("fusescout.patching.hoist", spying)
+        handle = Patched(model, Backend(planned(model, x, Framework(), "channels_last")))
+        with torch.no_grad():
+            model(x)
+    (hoisted,) = found
+    first = [v.data_ptr() for v in hoisted._values]
+    owned = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    assert not owned & {v.untyped_storage().data_ptr() for v in hoisted._values}
+    made = hoisted._values
+    with torch.no_grad():
+        model(x)
+        assert hoisted._values is made
+        model.first.conv1.weight.mul_(2)
+        model(x)
+    assert [v.data_ptr() for v in hoisted._values] == first
+    handle.undo()
+
+
+def test_non_contiguous_inputs_and_another_size_fall_back_or_fit(model: nn.Module) -> None:
+    x = image()
+    handle = patch(model, planned(model, x, Framework()))
+    assert close(model, x, handle)
+    turned = image(2, 9, 8, 7).transpose(1, 2)
+    assert close(model, turned, handle)
+    assert close(model, image(3, 8, 5, 5), handle)
+    handle.undo()
+
+
+def test_parts_prepare_again_only_for_sources_that_changed() -> None:
+    subgraph, values = chain(captured(trained(Block()), image()), "conv2d", "batch_norm", "relu")
+    parts = split(dict(rewrites(subgraph, CPU))[FOLD])
+    assert parts is not None
+    calls: list[Sequence[torch.Tensor]] = []
+
+    def prepare(sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        calls.append(sources)
+        return build(parts.prepare)(sources)
+
+    both = Parts(parts, prepare, build(parts.steady))
+    expected = build(subgraph)
+    for change in (None, None, "in place", "another tensor"):
+        if change == "in place":
+            values[parts.sources[0]].mul_(2)
+        elif change == "another tensor":
+            values[parts.sources[0]] = values[parts.sources[0]] * 2
+        assert torch.allclose(both.run(values)[0], expected(values)[0], atol=1e-4)
+    assert len(calls) == 3
