@@ -137,7 +137,7 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
     plans = [
         _plan(
             workload, device, environment, config, select(ranking.candidates, decisions, compiled=c), races, decisions
-        ).model_copy(update={"memory_format": layout.memory_format})
+        ).model_copy(update={"memory_format": layout.memory_format, "constant_masks": captured.constant_masks > 0})
         for c in (False, True)
     ]
     with clock.stage("end to end"):

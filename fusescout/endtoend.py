@@ -314,9 +314,11 @@ def _conclude(
     assert best.composition is not None
     gains = speedup.low > 1.0 and speedup.mid >= config.min_gain
     accepted = error is not None and gains and over_rival.high >= 1.0
-    layout = ", convolutions channels-last" if best.backend.counters.relaid else ""
+    counters = best.backend.counters
+    layout = ", convolutions channels-last" if counters.relaid else ""
+    layout += f", {counters.masks} constant masks left out" if counters.masks else ""
     exact = "" if error is None or error.against == "eager" else f", no more exact than {error.against}"
-    sites = f"{best.backend.counters.sites} sites{layout}, the rest run by {best.composition}{exact}"
+    sites = f"{counters.sites} sites{layout}, the rest run by {best.composition}{exact}"
     if isinstance(checked, str):
         verdict = f"Keep the framework code: the patched model is wrong in the end ({checked})."
     elif not gains:

@@ -24,6 +24,7 @@ import torch._dynamo
 from torch import fx
 from torch import nn
 
+from fusescout.capture.aten import CONSTANT_MASKS
 from fusescout.capture.aten import to_aten
 from fusescout.capture.encode import encode_graph
 from fusescout.capture.recompute import run_eagerly
@@ -58,6 +59,8 @@ class Counters:
         """Sites replaced, by entry id."""
         self.relaid = 0
         """Graphs whose convolutions run channels-last."""
+        self.masks = 0
+        """Constant attention masks left out."""
         self.fallbacks: dict[str, str] = {}
         """Why an entry or a graph was left to the framework."""
 
@@ -68,7 +71,7 @@ class Counters:
     @property
     def changed(self) -> bool:
         """Whether any graph runs otherwise than the framework runs it."""
-        return bool(self.sites or self.relaid)
+        return bool(self.sites or self.relaid or self.masks)
 
 
 class Backend:
@@ -102,7 +105,9 @@ class Backend:
             done = rewrite(aten, graph, entries, lambda e, _: self._operators[e.id])
             for replacement in done:
                 self.counters.replaced[replacement.entry] = self.counters.replaced.get(replacement.entry, 0) + 1
-            if not done and not relaid:
+            masks = aten.meta.get(CONSTANT_MASKS, 0) if self.plan.constant_masks else 0
+            self.counters.masks += masks
+            if not done and not relaid and not masks:
                 self.counters.fallbacks.setdefault(f"graph {number}", "no chain of it is in the plan")
                 return self._compose(number, module, module, inputs)
             hoisted = hoist(aten)

@@ -63,6 +63,8 @@ class Plan(BaseModel):
     """How the part that isn't replaced runs."""
     memory_format: MemoryFormat = "preserved"
     """What convolutions run in; entries were found in graphs of this format."""
+    constant_masks: bool = False
+    """Attention masks that are the same in every call are left out of the graphs."""
     entries: list[Entry] = []
     templates: list[str] = []
     """Extra template folders that the entries need."""
@@ -101,10 +103,10 @@ class Plan(BaseModel):
     @property
     def is_empty(self) -> bool:
         """Whether it leaves every model as it is."""
-        return not self.entries and self.memory_format == "preserved"
+        return not self.entries and self.memory_format == "preserved" and not self.constant_masks
 
     def emptied(self) -> Plan:
-        return self.model_copy(update={"entries": [], "memory_format": "preserved"})
+        return self.model_copy(update={"entries": [], "memory_format": "preserved", "constant_masks": False})
 
     def without(self, ids: set[str]) -> Plan:
         """The same plan less some entries."""

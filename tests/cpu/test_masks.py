@@ -20,6 +20,11 @@ LENGTH = 12
 MIN = torch.finfo(torch.float32).min
 
 
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()  # all these models share one `forward`, and Dynamo captures one function eight times only
+
+
 def positions(n: int = LENGTH) -> torch.Tensor:
     return torch.arange(n)
 
@@ -128,3 +133,15 @@ def test_scale_and_dropout_are_kept() -> None:
 def test_what_made_the_mask_is_gone() -> None:
     (graph,) = capture(build(Attend(lambda x: causal()).eval(), (X,))).graphs
     assert not {n.op for n in graph.graph.nodes} & {"arange", "ge"}
+
+
+def test_leaving_masks_out_is_a_change_by_itself() -> None:
+    model = Attend(lambda x: causal()).eval()
+    expected = model(X)
+    plan = plan_of(model, X).model_copy(update={"entries": [], "constant_masks": True})
+    assert not plan.is_empty
+    assert plan.emptied().is_empty
+    with torch.no_grad(), patched(model, plan) as handle:
+        torch.testing.assert_close(model(X), expected)
+    assert handle.counters.changed
+    assert (handle.counters.masks, handle.counters.sites) == (1, 0)
