@@ -39,6 +39,7 @@ from fusescout.graph import OpGraph
 from fusescout.inputs import save
 from fusescout.ir import Subgraph
 from fusescout.layout import choose
+from fusescout.numerics import tf32
 from fusescout.plan import Entry
 from fusescout.plan import Plan
 from fusescout.prefetch import compiling_ahead
@@ -91,7 +92,7 @@ def run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | No
         CompositionUnavailable: the rest can't be run here in the way that is asked for.
     """
     compositions(config, workload)  # what is asked for and can't be is told before anything is measured
-    with Spare() as spare:
+    with tf32(config.allow_tf32), Spare() as spare:
         return _run(workload, config, on_event, folder, spare)
 
 

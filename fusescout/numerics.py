@@ -6,6 +6,8 @@ not allowed, and eager is the eager that the model sees.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,6 +43,19 @@ def apply(settings: dict[str, Any]) -> None:
         value = settings.get(f"{backend}.{name}")
         if value is not None and getattr(_backend(backend), name) != value:
             setattr(_backend(backend), name, value)
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """Inside, float32 matrix products may use TF32 if `allowed`; else the user's own setting stays."""
+    before = torch.get_float32_matmul_precision()
+    if allowed:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        if allowed:
+            torch.set_float32_matmul_precision(before)
 
 
 def _backend(path: str) -> Any:
