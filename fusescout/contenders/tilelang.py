@@ -25,6 +25,7 @@ from fusescout.convolution import CONVOLUTIONS
 from fusescout.device import Device
 from fusescout.errors import ContenderFailed
 from fusescout.ir import Subgraph
+from fusescout.regions import GEMMS
 from fusescout.registry import Registry
 from fusescout.registry import load
 from fusescout.template import Kernel
@@ -57,16 +58,19 @@ class TileLang:
         if isinstance(product, str):
             return f"There is no template for this convolution, and {product}."
         graph = product.gemm if product else graph
-        reasons, searches = [], []
+        reasons: list[str] = []
+        beside: list[str] = []
+        searches: list[list[Mapping[str, Any]]] = []
         for name, template in self.registry.templates.items():
             reason = template.supports(graph, device)
             if reason is None:
                 configs = template.configs(graph, device)[: EFFORT.get(effort)]
                 searches.append([{"template": name, **config} for config in configs])
             else:
-                reasons.append(f"{name}: {reason}")
+                (reasons if _is_meant(template.FAMILY, graph) else beside).append(f"{name}: {reason.rstrip('.')}")
         if not searches:
-            return "No template covers it. " + "; ".join(reasons) + "." if reasons else "No template is installed."
+            reasons = reasons or beside
+            return f"No template covers it. {'; '.join(reasons)}." if reasons else "No template is installed."
         depth = max(map(len, searches))
         return [search[k] for k in range(depth) for search in searches if k < len(search)]
 
@@ -131,6 +135,13 @@ class TileLang:
         from fusescout.contenders.compile_cuda import compile_cuda
 
         return compile_cuda(kernel, device, self.cache_dir)
+
+
+def _is_meant(family: str, graph: Subgraph) -> bool:
+    """Whether a family is for chains like this one: that another's templates refuse it goes without saying."""
+    products = sum(op.name in GEMMS for op in graph.ops)
+    meant = {"gemm_epilogue": products == 1, "gated_mlp": products == 2, "pointwise": not products}
+    return {**meant, "rowwise": not products}.get(family, True)
 
 
 def _product(graph: Subgraph) -> Product | str | None:

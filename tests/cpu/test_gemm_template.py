@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from fusescout import reference
 from fusescout.capture.encode import encode_graph
 from fusescout.contenders.compile_cpu import compile_cpu
+from fusescout.contenders.tilelang import TileLang
 from fusescout.device import Device
 from fusescout.tolerance import Allowance
 
@@ -253,3 +254,9 @@ def test_batches_that_do_not_line_up_are_refused():
     assert gemm_epilogue.supports(graph, HOPPER)
     odd = meta(lambda x, w: torch.bmm(x, w).relu(), (3, 5, 68), (3, 68, 24))
     assert "16 bytes" in gemm_epilogue.supports(odd, HOPPER)
+
+
+def test_a_refused_chain_hears_only_the_templates_that_are_meant_for_it():
+    found = TileLang().variants(meta(*REFUSED["16 bytes"]), HOPPER, "quick")
+    assert found.startswith("No template covers it. gemm_epilogue: ") and "copy engine" in found
+    assert not any(name in found for name in ("pointwise", "rowwise", "gated_mlp", ".."))
