@@ -193,7 +193,7 @@ def _run(
             facts["status"] = "yardstick" if times else entry.status
         results.append(_result(entry, **facts))
     noise = ratio(samples["eager"], samples["eager again"]) if samples.get("eager again") else None
-    kept = {r.name: samples[r.name] for r in results if r.status == "ok" and samples.get(r.name)}
+    kept = {r.name: samples[r.name] for r in results if r.status in ("ok", "yardstick") and samples.get(r.name)}
     sources = {e.contender: e.source for e in entries[2:] if e.source and e.status == "ok"}
     on_event("race", total, total, "done")
     return RaceResult(tuple(results), kept, noise, policy, sources, {n: s for n, s in scripts.items() if s})

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch import nn
 
 from fusescout import operators
+from fusescout.contenders import binding
 from fusescout.contenders.binding import bind
 from fusescout.contenders.binding import straight
 from fusescout.device import Device
@@ -152,14 +153,14 @@ def params(*shapes: tuple[int, ...]) -> tuple[Param, ...]:
     strides = [tuple(torch.empty(s).stride()) for s in shapes]
     roles = [("x", "input", 0), ("y", "input", 1), ("s", "scratch", 0), ("p", "output", 1), ("o", "output", 0)]
     return tuple(
-        Param(name, role, index, shape, "float32", stride)
+        Param(name=name, role=role, index=index, shape=shape, dtype="float32", stride=stride)
         for (name, role, index), shape, stride in zip(roles, shapes, strides, strict=True)
     )
 
 
 def test_every_parameter_gets_its_tensor_and_outputs_come_in_the_sub_graphs_order() -> None:
     graph = traced(X, Y)
-    kernel = Kernel(None, "", params((4, 6), (4, 6), (3,), (4, 6), (4, 6)), {})
+    kernel = Kernel(func=None, params=params((4, 6), (4, 6), (3,), (4, 6), (4, 6)), source="")
 
     def launch(x: Tensor, y: Tensor, scratch: Tensor, positive: Tensor, total: Tensor) -> None:
         assert scratch.shape == (3,)
@@ -173,3 +174,27 @@ def test_every_parameter_gets_its_tensor_and_outputs_come_in_the_sub_graphs_orde
         assert all(t.stride() == s.stride for t, s in zip(got, graph.output_specs, strict=True))
     first, second = straight(graph, kernel, launch, CPU)(X, y), straight(graph, kernel, launch, CPU)(X, y)
     assert first[0].data_ptr() != second[0].data_ptr()
+
+
+def test_on_a_gpu_parameters_are_seen_in_their_own_shape_and_addresses_are_aligned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(binding, "_empty", lambda kind: lambda *spec: torch.empty_strided(*spec[:2], dtype=spec[2]))
+    graph = traced(X, Y)
+    kernel = Kernel(func=None, params=params((24,), (2, 12), (3,), (4, 6), (24,)), source="")
+    seen = []
+
+    def launch(*tensors: Tensor) -> None:
+        seen.append(tensors)
+        tensors[4].copy_((X + Y).flatten())
+
+    odd = torch.empty(25)[1:].view(4, 6).copy_(X)  # four bytes behind an aligned address
+    assert odd.data_ptr() % 16 == 4
+    total, _ = straight(graph, kernel, launch, Device("cuda", "test", "sm_90a", 1))(odd, Y)
+    (x, y, _, positive, flat) = seen[0]
+    assert (x.shape, y.shape, positive.shape, flat.shape) == ((24,), (2, 12), (4, 6), (24,))
+    assert torch.equal(x, X.flatten())
+    assert x.data_ptr() % 16 == 0
+    assert y.data_ptr() == Y.data_ptr()
+    assert flat.data_ptr() == total.data_ptr()
+    assert torch.equal(total, X + Y)

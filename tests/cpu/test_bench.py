@@ -1,0 +1,120 @@
+"""Both benches through the command line, for real, on the smallest work there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusescout import cli
+from fusescout.bench import cases
+from fusescout.bench import chains
+from fusescout.bench import kernels
+from fusescout.bench.records import KernelBench
+from fusescout.bench.records import ModelBench
+from fusescout.contenders.bare import upto
+from fusescout.device import Device
+from fusescout.reference import build
+from fusescout.session import Session
+
+CPU = Device("cpu", "test", "x86", 1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Children take over the thread count. On a busy machine a parallel loop's barrier waits for scheduler ticks."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_every_case_has_its_chain_in_the_order_of_its_inputs() -> None:
+    for case in cases.select("quick"):
+        inputs = list(kernels._tensors(case, CPU, "float32", 0))
+        cut = kernels._cut(case, CPU, "float32", 0)
+        values = cut.values(inputs)
+        expected = getattr(chains, case.chain)(*inputs)
+        expected = expected if isinstance(expected, tuple) else (expected,)
+        got = build(cut.graph)(values)
+        by_shape = sorted(expected, key=lambda t: float(t.double().sum()))
+        for a, b in zip(sorted(got, key=lambda t: float(t.double().sum())), by_shape, strict=True):
+            torch.testing.assert_close(a, b)
+        for value, spec in zip(values, cut.graph.inputs, strict=True):
+            assert (tuple(value.shape), value.stride()) == (spec.shape, spec.stride)
+        weights = sum(t.weight for t in case.inputs)
+        assert sum(s.constant for s in cut.graph.inputs) == weights, case.name
+
+
+def test_every_chain_that_is_named_exists_and_every_one_is_named() -> None:
+    named = {c.chain for c in cases.CASES}
+    assert named == {n for n, f in vars(chains).items() if getattr(f, "__module__", "") == chains.__name__}
+
+
+def test_the_yardstick_is_the_matrix_products_alone() -> None:
+    (case,) = [c for c in cases.select("quick") if c.chain == "swiglu"]
+    cut = kernels._cut(case, CPU, "float32", 0)
+    x, gate, up = kernels._tensors(case, CPU, "float32", 0)
+    products = [len(cut.graph.inputs) + k for k, op in enumerate(cut.graph.ops) if op.name == "linear"]
+    alone = upto(cut.graph, products)
+    assert alone.chain == ("linear", "linear")
+    got = build(alone)(cut.values([x, gate, up]))
+    assert torch.equal(got[0], x @ gate.t())
+    assert torch.equal(got[1], x @ up.t())
+
+
+def test_bench_kernels_races_its_cases_and_writes_them_down(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "kernels.json"
+    arguments = ["bench", "kernels", "--device", "cpu", "--effort", "quick", "--json", str(file), "-j", "2"]
+    assert cli.main([*arguments, "--only", "swiglu", "--only", "new_gelu"]) == 0
+    shown = capsys.readouterr().out
+    found = KernelBench.model_validate_json(file.read_text())
+    assert [r.family for r in found.rows] == ["gated_mlp", "pointwise"]
+    for row in found.rows:
+        assert row.region == row.family
+        assert row.name in shown
+        eager = row.result("eager")
+        assert eager is not None
+        assert eager.time is not None
+        assert eager.error is not None
+    gelu = found.rows[1].result("tilelang")
+    assert gelu is not None
+    assert gelu.time is not None
+    assert gelu.error is not None
+    assert gelu.error.worst <= 1
+    assert 1 <= found.rows[1].guess <= found.rows[1].guesses
+    assert found.rows[1].ratios["eager"].mid > 1, "GELU spelled in eight operators is not slower than all of them"
+    bare = found.rows[0].result("bare")
+    assert bare is not None
+    assert bare.status == "yardstick"
+    assert "bare" in found.rows[0].ratios or found.rows[0].result("tilelang").status != "ok"  # type: ignore[union-attr]
+
+
+def test_bench_models_analyses_in_another_process_and_goes_on_after_a_crash(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    from fusescout.bench import suite
+
+    broken = replace(suite.MODELS[-1], name="broken", builder="plain:no_such_builder")
+    monkeypatch.setattr(suite, "MODELS", (broken, *suite.MODELS))
+    file, kept = tmp_path / "models.json", tmp_path / "runs"
+    arguments = ["bench", "models", "broken", "dit", "--device", "cpu", "--effort", "quick", "--with", "eager"]
+    few = ["--top", "1", "--rounds", "2", "--runs", "1", "--json", str(file), "-o", str(kept)]
+    assert cli.main([*arguments, *few]) == 0
+    shown = capsys.readouterr().out
+    crashed, row = ModelBench.model_validate_json(file.read_text()).rows
+    assert "no_such_builder" in crashed.reason
+    assert crashed.reason in shown
+    assert row.reason == ""
+    session = Session.load(kept / "dit-float32")
+    assert row.verdict == session.verdict
+    assert row.raced == len(session.candidates) == 1
+    assert {"eager", "compile"} <= {w.name for w in row.ways if w.time}
+    assert row.compile_s > 0
+    assert row.analysis_s == pytest.approx(sum(session.stages_s.values()))
+    assert "| dit float32 " in shown
