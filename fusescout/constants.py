@@ -27,8 +27,8 @@ from fusescout.ir import substitute
 
 Runner = Callable[[Sequence[Any]], tuple[Any, ...]]
 Marks = tuple[tuple[int, int, int], ...]
-KEPT = 16
-"""Sets of sources that `Parts` keeps values of: a race times a chain on several copies of its inputs."""
+KEPT = 40
+"""Sets of sources that `Parts` keeps values of: a race times a chain on up to 32 copies of its inputs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,8 @@ class _Cuda:
         replays: dict[int, Call] = {}
         try:
             for k in alive:
+                for inputs in sets:  # what a contender prepares of its constants must not be part of the graph
+                    self.calls[k](inputs)
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     for n in range(GRAPH_CALLS):
