@@ -269,7 +269,7 @@ FS float fs_bits(int32_t x) { float f; memcpy(&f, &x, 4); return f; }
 FS uint32_t fs_of(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
 FS float fs_rcp(float x) { return 1.0f / x; }
 FS float fs_div(float x, float y) { return x / y; }
-FS float fs_rsqrt(float x) { return 1.0f / sqrtf(x); }
+FS float fs_rsqrt(float x) { return (float)(1.0 / sqrt((double)x)); }
 FS float fs_sinh(float x) { return (float)sinh((double)x); }
 FS float fs_cosh(float x) { return (float)cosh((double)x); }
 FS float fs_load_bf16(uint16_t h) { return fs_bits((int32_t)((uint32_t)h << 16)); }

@@ -79,16 +79,21 @@ def _config(threads: int, width: int, rows: int, keep: bool) -> dict:
 
 
 def _across(stage: Rows, vector: int) -> list:
-    """Neighbouring rows lie side by side in memory: a block takes several, and reads across them."""
+    """Neighbouring rows lie side by side in memory: a block takes several, and reads across them.
+
+    With a `vector` each thread takes so many neighbouring rows, else one: wide loads against few values per reduction.
+    """
     found = []
-    for threads, rows in ((256, 64), (256, 32), (128, 64), (512, 64), (256, 128), (128, 32), (512, 32), (1024, 64)):
-        rows = max(vector, min(rows, 1 << (stage.rows.bit_length() - 1)))
-        least = max(1, threads * vector // rows)
-        for steps in (1, 2, 4, 8):
-            width = least * steps
-            whole = width >= stage.columns
-            if (whole and (steps == 1 or width // 2 < stage.columns)) or (not whole and steps in (2, 4)):
-                found.append((not whole, _config(threads, width, rows, keep=True)))
+    for threads, rows in ((256, 64), (128, 64), (256, 32), (512, 64), (256, 128), (128, 32), (512, 128), (1024, 128)):
+        if rows > 2 * stage.rows:
+            continue
+        for wide in (vector, 1):
+            least = max(1, threads * wide // rows)
+            width = least * -(-stage.columns // least)
+            whole = width / least * wide <= 64
+            width = width if whole else 4 * least
+            cost = (width / stage.columns if whole else 4) * (1 if wide > 1 else 1.25)
+            found.append((cost, _config(threads, width, rows, True) | {"vector": wide}))
     return [c for _, c in sorted(found, key=lambda f: f[0])]
 
 
@@ -106,7 +111,10 @@ def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
     order = {"input": 0, "scratch": 1, "output": 2}
     operands = tuple(sorted(operands, key=lambda o: order[o.role]))
     text = dialect.header() + signature(name, operands, dialect) + "\n".join(bodies)
-    return Kernel(build(text, name), tuple(o.param for o in operands), text, dialect.pass_configs)
+    passes = dialect.pass_configs
+    if config.get("vector", 1) > 1:
+        passes |= {"tl.layout_cost_model": "io-aware"}  # else threads side by side take single elements
+    return Kernel(build(text, name), tuple(o.param for o in operands), text, passes)
 
 
 def _written(stage: Rows, config: Config, dialect: Dialect) -> str:

@@ -73,7 +73,8 @@ class CudaRows(Passes):
         if r.kind == "sumexp":
             change = f"exp(t{r.top}[{self.place}] - s{r.top}[i])"
             lines += [self.loop, f"    t{r.value}[{self.place}] = t{r.value}[{self.place}] * {change}"]
-        lines.append(f"T.reduce_{name}(t{r.value}, s{r.value}, dim={int(not self.across)})")
+        batch = self.config.get("vector", 1)
+        lines.append(f"T.reduce_{name}(t{r.value}, s{r.value}, dim={int(not self.across)}, batch={batch})")
         if r.kind == "head":  # the width is a power of two: a product that is exact, however it is contracted
             scale = self.dialect.f32(1 / self.width)
             lines += [f"for i in {self.dialect.parallel(self.count)}:", f"    s{r.value}[i] = s{r.value}[i] * {scale}"]
