@@ -131,6 +131,31 @@ def attention(masked: bool, turned: tuple[int, int] = (-1, -2), dim: int = -1, e
     return graph_of(inputs, *ops, outputs=(last - 1, last) if extra else (last,))
 
 
+def causal_attention() -> Subgraph:
+    """As minimal GPTs write it: what lies ahead is filled with -inf."""
+    return graph_of(
+        [x(2, 3, 16, 16), x(2, 3, 16, 16), x(2, 3, 16, 16), torch.ones(1, 1, 16, 16).triu(1).bool()],
+        ("aten.transpose.int", (Ref(1), -2, -1)),
+        ("aten.matmul.default", (Ref(0), Ref(4))),
+        ("aten.mul.Tensor", (Ref(5), 0.25)),
+        ("aten.masked_fill.Scalar", (Ref(6), Ref(3), -math.inf)),
+        ("aten.softmax.int", (Ref(7), -1)),
+        ("aten.matmul.default", (Ref(8), Ref(2))),
+    )
+
+
+def packed_attention() -> Subgraph:
+    """As `nn.MultiheadAttention` computes it: heads and batch in one dimension."""
+    return graph_of(
+        [x(6, 16, 8), x(6, 16, 8), x(6, 16, 8), x(6, 1, 16)],
+        ("aten.transpose.int", (Ref(1), -2, -1)),
+        ("aten.bmm.default", (Ref(0), Ref(4))),
+        ("aten.add.Tensor", (Ref(5), Ref(3))),
+        ("aten.softmax.int", (Ref(6), -1)),
+        ("aten.bmm.default", (Ref(7), Ref(2))),
+    )
+
+
 @pytest.mark.parametrize(
     ("graph", "calls"),
     [
@@ -163,9 +188,17 @@ def test_spelled_out_built_ins_are_found_and_pass(graph: Subgraph, calls: list[s
         swish(1.702),
         attention(masked=False, dim=-2),
         attention(masked=False, extra=True),
+        causal_attention(),
         graph_of([x(4, 4)], ("aten.tanh.default", (Ref(0),))),
     ],
-    ids=["other constant", "quick gelu", "softmax over rows", "weights escape", "one op"],
+    ids=[
+        "other constant",
+        "quick gelu",
+        "softmax over rows",
+        "weights escape",
+        "a filled score may have been NaN",
+        "one op",
+    ],
 )
 def test_what_only_looks_alike_is_left_alone(graph: Subgraph) -> None:
     assert isinstance(Framework().variants(graph, CPU, "quick"), str)
@@ -177,6 +210,14 @@ def test_a_matmul_with_another_permutation_of_k_is_not_turned_into_attention_ove
     assert [op.name for op in rewrites(straight, CPU)[0][1].ops] == ["scaled_dot_product_attention", "contiguous"]
     wrong = Verifier(crossed, None, "cpu")
     assert all(wrong.check(reference.build(r), "full").reason == "" for _, r in rewrites(crossed, CPU))
+
+
+def test_attention_of_three_dimensions_gets_the_fourth_that_fused_kernels_need() -> None:
+    graph = packed_attention()
+    ((name, rewritten),) = rewrites(graph, CPU)
+    call = next(op for op in rewritten.ops if op.name == name == "scaled_dot_product_attention")
+    assert all(len(rewritten.tensor(i).shape) == 4 for i in call.inputs)
+    assert Verifier(graph, None, "cpu").check(reference.build(rewritten), "full").reason == ""
 
 
 def test_eps_is_read_off_the_chain() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fusescout.contenders.framework.surgery import Step
+from fusescout.contenders.framework.surgery import dense
 from fusescout.contenders.framework.surgery import ints
 from fusescout.contenders.framework.surgery import is_plain
 from fusescout.contenders.framework.surgery import numbered
 from fusescout.contenders.framework.surgery import numbers
 from fusescout.contenders.framework.surgery import splice
 from fusescout.contenders.framework.surgery import swapped
+from fusescout.ir import Arg
 from fusescout.ir import Op
 from fusescout.ir import Ref
 from fusescout.ir import Subgraph
@@ -35,30 +39,67 @@ def attention(graph: Subgraph) -> Step | None:
         members |= inner | {users[0]}
         if any(i in graph.outputs or not set(graph.users(i)) <= members for i in members - {users[0]}):
             continue
-        specs = [
-            graph.value(i) for i in (query, key, *map(int, refs(last.args[1])), *(() if mask is None else (mask,)))
-        ]
+        value = int(next(refs(last.args[1])))
+        specs = [graph.value(i) for i in (query, key, value, *(() if mask is None else (mask,)))]
         if len({s.dtype for s in specs if isinstance(s, TensorSpec)}) != 1 or specs[-1] is None:
             continue
-        turn = graph.op_of(key)
-        new: list[Op] = []
-        rank = len(graph.tensor(key).shape)
-        if turn and turn.name == "transpose" and {d % rank for d in ints(turn.args[1:])} == {rank - 2, rank - 1}:
-            straight: Ref = Ref(turn.inputs[0])
-        else:
-            new.append(Op("aten.transpose.int", (Ref(key), -1, -2), (), swapped(graph.tensor(key))))
-            straight = Ref(-1)
-        masked = None if mask is None else Ref(mask)
-        call = (Ref(query), straight, last.args[1], masked, 0.0, False)
-        new.append(Op("aten.scaled_dot_product_attention.default", call, (("scale", scale),), last.out))
-        # Some kernels give another layout than matmul does.
-        new.append(Op("aten.contiguous.default", (Ref(-len(new)),), (), last.out))
+        call = _Call(graph, last)
+        new = call.ops(Ref(query), call.straight_key(key), Ref(value), None if mask is None else Ref(mask), scale)
         return "scaled_dot_product_attention", splice(graph, members, users[0], new)
     return None
 
 
+class _Call:
+    """Writes the operators of one call. Fused kernels take four dimensions only, so others get a batch of one."""
+
+    def __init__(self, graph: Subgraph, last: Op) -> None:
+        self.graph, self.last = graph, last
+        self.new: list[Op] = []
+        self.specs: dict[int | str, TensorSpec] = {}
+
+    def _put(self, target: str, args: tuple[Arg, ...], out: TensorSpec, **kwargs: Arg) -> Ref:
+        self.new.append(Op(target, args, tuple(kwargs.items()), out))
+        self.specs[-len(self.new)] = out
+        return Ref(-len(self.new))
+
+    def _spec(self, ref: Ref) -> TensorSpec:
+        return self.specs[ref.to] if ref.to in self.specs else self.graph.tensor(int(ref.to))
+
+    def straight_key(self, key: int) -> Ref:
+        turn, rank = self.graph.op_of(key), len(self.graph.tensor(key).shape)
+        if turn and turn.name == "transpose" and {d % rank for d in ints(turn.args[1:])} == {rank - 2, rank - 1}:
+            return Ref(turn.inputs[0])
+        return self._put("aten.transpose.int", (Ref(key), -1, -2), swapped(self.graph.tensor(key)))
+
+    def _batched(self, ref: Ref, rank: int) -> Ref:
+        spec = self._spec(ref)
+        if rank != 3 or len(spec.shape) != 3:
+            return ref
+        out = replace(spec, shape=(1, *spec.shape), stride=(spec.shape[0] * spec.stride[0], *spec.stride))
+        return self._put("aten.unsqueeze.default", (ref, 0), out)
+
+    def ops(self, query: Ref, key: Ref, value: Ref, mask: Ref | None, scale: float) -> list[Op]:
+        out = self.last.out
+        assert isinstance(out, TensorSpec)
+        rank = len(self._spec(query).shape)
+        operands = [self._batched(r, rank) for r in (query, key, value)]
+        masked = None if mask is None else self._batched(mask, rank)
+        shape = (1, *out.shape) if rank == 3 else out.shape
+        made = dense(shape, out.dtype)
+        call = (*operands, masked, 0.0, False)
+        result = self._put("aten.scaled_dot_product_attention.default", call, made, scale=scale)
+        if rank == 3:
+            result = self._put("aten.squeeze.dim", (result, 0), out)
+        # Some kernels give another layout than matmul does.
+        self._put("aten.contiguous.default", (result,), out)
+        return self.new
+
+
 def _scores(graph: Subgraph, index: int) -> tuple[int, int, int | None, float, set[int]] | None:
-    """(query, transposed key, mask, scale, members) of the scores that go into a softmax."""
+    """(query, transposed key, mask, scale, members) of the scores that go into a softmax.
+
+    `masked_fill` is no mask here: it takes a NaN out of a hidden score, to which attention adds -inf.
+    """
     members: set[int] = set()
     mask, scale = None, 1.0
     for _ in range(6):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -75,6 +76,11 @@ def swapped(spec: TensorSpec) -> TensorSpec:
     *shape, a, b = spec.shape
     *stride, s, t = spec.stride
     return replace(spec, shape=(*shape, b, a), stride=(*stride, t, s))
+
+
+def dense(shape: tuple[int, ...], dtype: str) -> TensorSpec:
+    """The spec of a new contiguous tensor."""
+    return TensorSpec(shape, dtype, tuple(math.prod(shape[k + 1 :]) for k in range(len(shape))))
 
 
 def ints(arg: Any) -> list[int]:
