@@ -92,7 +92,7 @@ class TileLang:
         run = product.relabelling(run)
         if product.split is None:
             return Built(run, compile_s, kernel.source)
-        return prepared(product.split, run, device, kernel.source, compile_s)
+        return prepared(product.split, run, kernel.source, compile_s)
 
     def kernel(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> Kernel:
         """The kernel of a variant, not yet compiled.

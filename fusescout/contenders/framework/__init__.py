@@ -61,7 +61,7 @@ class Framework:
             parts = constants.split(rewritten)
             if parts is None:
                 return Built(build(rewritten), 0.0, source)
-            return prepared(parts, build(parts.steady), device, source)
+            return prepared(parts, build(parts.steady), source)
         except ValueError as error:
             raise ContenderFailed(f"{error}.") from error
 
