@@ -112,8 +112,8 @@ def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
     operands = tuple(sorted(operands, key=lambda o: order[o.role]))
     text = dialect.header() + signature(name, operands, dialect) + "\n".join(bodies)
     passes = dialect.pass_configs
-    if config.get("vector", 1) > 1:
-        passes |= {"tl.layout_cost_model": "io-aware"}  # else threads side by side take single elements
+    if walked or config.get("vector", 1) > 1:
+        passes |= {"tl.layout_cost_model": "io-aware"}  # else float32 tiles decide how wide 16-bit loads are
     return Kernel(build(text, name), tuple(o.param for o in operands), text, passes)
 
 

@@ -9,6 +9,8 @@ from fusescout.templates.body import stored
 from fusescout.templates.expression import compute_dtype
 from fusescout.templates.rowwise_passes import Passes
 from fusescout.templates.rowwise_passes import combined
+from fusescout.templates.rowwise_spans import Slant
+from fusescout.templates.rowwise_spans import Span
 from fusescout.templates.space import Space
 
 
@@ -42,6 +44,8 @@ class CudaRows(Passes):
         blocks = -(-self.rows.rows // self.count)
         exact = self.rows.rows % self.count == 0
         self.row = f"bx * {self.count} + i" if exact else f"T.min(bx * {self.count} + i, {self.rows.rows - 1})"
+        slant = Slant(self.space, self.columns, self.row)
+        self.slant = slant if self.count == 1 and not self.across and slant.fits(self.width) else None
         self.launch = f"with {self.dialect.kernel(blocks, threads=self.config['threads'])} as bx:"
 
     def body(self) -> str:
@@ -49,13 +53,13 @@ class CudaRows(Passes):
         lines: list = []
         if self.whole:
             for o in self.full_inputs():
-                lines += self._load(o, "j", self.width != self.columns)
+                lines += self._load(o, self._whole_span())
         known: dict = {}
         for level in range(self.rows.last_level + 1):
             lines += self._row_stage(level, known)
             if not self.whole:
                 heads = [r for r in self.reductions(level) if r.kind == "head"]
-                lines += self._step(level, known, "j", guarded=False, load=True, only=heads) if heads else []
+                lines += self._step(level, known, self._head_span(), load=True, only=heads) if heads else []
                 lines += [line for r in heads for line in self._total(r)]
             lines += self._pass(level, known) if self.whole else self._walk(level, known)
             lines += [line for r in self._later(level) for line in self._total(r)]
@@ -126,41 +130,57 @@ class CudaRows(Passes):
             lines.append(f"{self.space.element(o, self.row, '0')} = {stored(values[v], o, self.dialect)}")
         return [f"for i in {self.dialect.parallel(self.count)}:", *("    " + line for line in lines)] if lines else []
 
-    def _load(self, o, column: str, guarded: bool) -> list:
+    # -- tiles of a row
+    def _span(self, spot: str, first: bool, last: bool) -> Span:
+        """A tile from `spot` on; `first` and `last`: elements in front of the row, or behind it, may be in it."""
+        if self.slant:
+            return self.slant.span(spot, first, last)
+        return Span(spot, spot, f"{spot} < {self.columns}" if last else "")
+
+    def _whole_span(self) -> Span:
+        return self._span("j", True, self.width != self.columns)
+
+    def _head_span(self) -> Span:
+        """A tile that is full: the first one, or the second where the first one starts in front of the row."""
+        return self._span(f"({self.width} + j)" if self.slant else "j", False, False)
+
+    def _load(self, o, span: Span) -> list:
         """Lines that bring an input's tile in."""
         if o.name not in self.staged:
             return []
-        return [self.loop, f"    {o.name}_r[{self.place}] = {self._global(o, column, guarded)}"]
+        return [self.loop, f"    {o.name}_r[{self.place}] = {self._global(o, span)}"]
 
-    def _global(self, o, column: str, guarded: bool) -> str:
-        element = self.space.element(o, self.row, column)
-        return (
-            f"T.if_then_else({column} < {self.columns}, {element}, T.{buffer_dtype(o, self.dialect)}(0))"
-            if guarded
-            else element
-        )
+    def _element(self, o, span: Span) -> str:
+        if self.slant and o.name in self.slant.operands:
+            return self.slant.element(o, span)
+        return self.space.element(o, self.row, span.column)
 
-    def _step(self, level: int, known: dict, column: str, guarded: bool, load: bool, only: list | None = None) -> list:
+    def _global(self, o, span: Span) -> str:
+        element = self._element(o, span)
+        flat = self.slant and o.name in self.slant.operands
+        if not span.inside or (flat and "<" not in span.inside):
+            return element
+        test = self.slant.in_reach(span) if flat else span.inside
+        return f"T.if_then_else({test}, {element}, T.{buffer_dtype(o, self.dialect)}(0))"
+
+    def _step(self, level: int, known: dict, span: Span, load: bool, only: list | None = None) -> list:
         """One tile's worth of a pass; `only`: of these reductions alone, started here."""
         reductions = only or self._later(level)
         outputs = [] if only else self.outputs(level, per_row=False)
         kept = [] if only else [v for v in self.crossing if self.rows.levels[v] == level]
         at = f"[{self.place}]"
         targets = [r.operand for r in reductions] + [v for _, v in outputs] + kept
-        element = lambda o: f"{o.name}_r{at}" if o.name in self.staged else self._global(o, column, guarded)  # noqa: E731
+        element = lambda o: f"{o.name}_r{at}" if o.name in self.staged else self._global(o, span)  # noqa: E731
         lines, values, read = self.chain(targets, known, element)
         for r in reductions:
-            lines += self._accumulate(r, values[r.operand], f"{column} < {self.columns}" if guarded else "", bool(only))
+            lines += self._accumulate(r, values[r.operand], span.inside, bool(only))
         lines += [f"c{v}{at} = {self._put(v, values[v])}" for v in kept]
         lines += [f"{o.name}_r{at} = {stored(values[v], o, self.dialect)}" for o, v in outputs]
-        text = [line for o in read for line in self._load(o, column, guarded)] if load else []
+        text = [line for o in read for line in self._load(o, span)] if load else []
         text += [self.loop, *("    " + line for line in lines)]
         for o, _ in outputs:
-            store = f"{self.space.element(o, self.row, column)} = {o.name}_r{at}"
-            text += [
-                self.loop,
-                *([f"    if {column} < {self.columns}:", f"        {store}"] if guarded else [f"    {store}"]),
-            ]
+            store = f"{self._element(o, span)} = {o.name}_r{at}"
+            text += [self.loop, *([f"    if {span.inside}:", f"        {store}"] if span.inside else [f"    {store}"])]
         return text
 
     def _accumulate(self, r, value: str, inside: str, first: bool) -> list:
@@ -192,7 +212,7 @@ class CudaRows(Passes):
         """A pass over rows that are in registers."""
         if not self._has_work(level):
             return []
-        return self._step(level, known, "j", self.width != self.columns, load=False)
+        return self._step(level, known, self._whole_span(), load=False)
 
     def _walk(self, level: int, known: dict) -> list:
         """A pass over rows in chunks."""
@@ -202,8 +222,13 @@ class CudaRows(Passes):
         for r in self._later(level):
             lines += [self.loop, f"    t{r.value}[{self.place}] = {self.start(r)}"]
         full, tail = divmod(self.columns, self.width)
-        step = self._step(level, known, f"(k * {self.width} + j)", guarded=False, load=True)
-        lines += [f"for k in T.serial({full}):", *("    " + line for line in step)]
+        start = 0
+        if self.slant:
+            lines += self._step(level, known, self._span("j", True, False), load=True)
+            start, tail = 1, 1
+        at = f"(k * {self.width} + j)" if not start else f"((k + 1) * {self.width} + j)"
+        step = self._step(level, known, self._span(at, False, False), load=True)
+        lines += [f"for k in T.serial({full - start}):", *("    " + line for line in step)]
         if tail:
-            lines += self._step(level, known, f"({full * self.width} + j)", guarded=True, load=True)
+            lines += self._step(level, known, self._span(f"({full * self.width} + j)", False, True), load=True)
         return lines
