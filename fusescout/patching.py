@@ -37,6 +37,7 @@ from fusescout.errors import CompositionUnavailable
 from fusescout.errors import ContenderFailed
 from fusescout.errors import NotCapturable
 from fusescout.errors import PlanMismatch
+from fusescout.hoisting import Hoisted
 from fusescout.hoisting import hoist
 from fusescout.ir import Subgraph
 from fusescout.memory_format import channels_last
@@ -84,6 +85,7 @@ class Backend:
         self.cache_dir = cache_dir or load().cache_dir
         self.device = device or describe_device(plan.device_kind)
         self.counters = Counters()
+        self.hoisted: list[Hoisted] = []
         self._operators: dict[str, Any] = {}
         self._lock = threading.RLock()
 
@@ -113,6 +115,7 @@ class Backend:
             hoisted = hoist(aten)
             if hoisted is None:
                 return self._compose(number, module, aten, inputs)
+            self.hoisted.append(hoisted)
             return hoisted.bind(self._compose(number, module, aten, [*inputs, *hoisted.examples(inputs)]))
 
     def _relaid(self, number: int, aten: fx.GraphModule) -> bool:
@@ -179,11 +182,15 @@ class Patched:
         self.model = model
         self.plan = backend.plan
         self.counters = backend.counters
+        self._hoisted = backend.hoisted
         self._before = vars(model).get("_compiled_call_impl")
-        model.compile(backend=_GuardHooks(backend), dynamic=False)
-        compiled = model._compiled_call_impl
-        assert compiled is not None
+        compiled = torch.compile(_private(model), backend=_GuardHooks(backend), dynamic=False)
         self._ours = model._compiled_call_impl = _restoring_hook_guards(compiled)
+
+    def refresh(self) -> None:
+        """Make anew what was prepared of parameters; needed only after a write through `.data`, which torch hides."""
+        for hoisted in self._hoisted:
+            hoisted.forget()
 
     def undo(self) -> None:
         """Give the model back the call it had. Calling it twice does nothing more."""
@@ -197,6 +204,21 @@ class Patched:
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+
+def _private(model: nn.Module) -> Callable[..., Any]:
+    """The model's call in a code object of its own.
+
+    Dynamo counts captures by code object, and all modules share that of `Module._call_impl`, all of a class that of its
+    `forward`: the ninth patched model of a process would silently have run as it was.
+    """
+    implementation = model._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return implementation(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    call.__code__ = call.__code__.replace()
+    return call
 
 
 class _GuardHooks:

@@ -250,3 +250,14 @@ def test_inductor_is_built_outside_of_the_capture_that_it_serves(model: nn.Modul
     assert handle.counters.sites > 0
     assert contexts == [None] * len(contexts)
     assert contexts
+
+
+def test_many_models_of_one_class_are_all_patched() -> None:
+    torch._dynamo.reset()
+    models = [Net().eval() for _ in range(11)]
+    plan = make_plan(models[0], X)
+    handles = [patch(m, plan) for m in models]
+    with torch.no_grad():
+        for model in models:
+            model(X)
+    assert [h.counters.sites for h in handles] == [1] * 11
