@@ -6,7 +6,8 @@ prepared values as further inputs. `Parts.run` joins the two for a race; a patch
 (`hoisting.py`), so that a compiler or a CUDA graph sees nothing but inputs at fixed addresses.
 
 A prepared value is made again when a source is another tensor, lives elsewhere, or was written to, as torch counts it
-(`Tensor._version`): an optimizer step, `load_state_dict` and `copy_` count; a write through `.data` does not.
+(`Tensor._version`): an optimizer step, `load_state_dict` and `copy_` count; a write through `.data` does not, after it
+`Patched.refresh` is to be called.
 """
 
 from __future__ import annotations

@@ -49,6 +49,10 @@ class Hoisted:
 
         return call
 
+    def forget(self) -> None:
+        """Make the values anew in the next call, whatever torch knows of their sources."""
+        self._seen = []
+
     def values(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """The values for these inputs, made anew where a source is another tensor or was written to."""
         sources = [inputs[k] for k in self.sources]

@@ -336,6 +336,9 @@ def test_a_patched_model_sees_its_parameters_change(
     assert close(model, x, handle), "new data was not seen"
     model.second.conv1.weight = nn.Parameter(model.second.conv1.weight.detach() * 2)
     assert close(model, x, handle), "a new parameter was not seen"
+    model.second.conv2.bias.data.add_(1)
+    handle.refresh()
+    assert close(model, x, handle), "a refresh made nothing anew"
     with torch.inference_mode():
         model(x)
     assert close(model, x, handle)
