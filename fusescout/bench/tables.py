@@ -45,7 +45,9 @@ def kernels(bench: KernelBench) -> str:
 def _family(family: str, rows: Sequence[KernelRow]) -> str:
     named = [c for c in NAMES if any(r.result(c) and c != OWN for r in rows)]
     shown = [c for c in named if any((f := r.result(c)) and f.status != "unsupported" for r in rows)]
-    head = ["case", *(NAMES[c] for c in shown), "TileLang", "of bound", "ratio", "error", "compile s", "schedule"]
+    over_bare = ["over bare"] if "bare" in shown else []
+    head = ["case", *(NAMES[c] for c in shown), "TileLang", *over_bare, "of bound", "ratio", "error", "compile s",
+            "schedule"]  # fmt: skip
     body = [_kernel(row, shown) for row in rows]
     lines = [f"### {family}", "", _table(head, body)]
     if means := _means(rows):
@@ -66,12 +68,19 @@ def _kernel(row: KernelRow, shown: Sequence[str]) -> list[str]:
         row.name,
         *others,
         f"**{time}**" if _leads(row) else time,
+        *([_over_bare(row)] if "bare" in shown else []),
         n.percent(own.bound_share) if own and own.time else n.NOTHING,
         f"{_ratio(ratio)} {NAMES.get(best, best)}" if ratio else n.NOTHING,
         _error(own),
         _compile_s(row),
         f"{schedule(own)} (guess {row.guess} of {row.guesses})" if own and own.time and row.guess else schedule(own),
     ]
+
+
+def _over_bare(row: KernelRow) -> str:
+    """TileLang's time over that of the matrix products alone."""
+    ratio = row.ratios.get("bare")
+    return f"{1 / ratio.mid:.2f}" if ratio else n.NOTHING
 
 
 def _leads(row: KernelRow) -> bool:
