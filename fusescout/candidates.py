@@ -100,7 +100,8 @@ def rank(
         else:
             candidates.append(candidate)
     candidates.sort(key=lambda c: (-c.gain_us, c.key))
-    late = f"{top} candidates could give more; raise --top to race it too."
+    more = "One candidate" if top == 1 else f"{top} candidates"
+    late = f"{more} could give more; raise --top to race it too."
     rejections += [_reject(candidate, "below-threshold", late) for candidate in candidates[top:]]
     rejections += _uncovered(graphs, covered, node_time_us, step_us)
     rejections.sort(key=lambda r: -r.time_us)
