@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fusescout.flow import Flow
 from fusescout.flow import grow
 from fusescout.ir import Graph
@@ -25,23 +27,28 @@ def find_pieces(flow: Flow) -> list[set[str]]:
     for node in graph.nodes:
         if node.op not in JOINS or node.name in taken or not isinstance(node.out, TensorSpec) or not node.out.numel:
             continue
-        region = _without_rim(graph, _around(flow, node, node.out.numel))
+        region = _without_rim(graph, _around(flow, node, node.out))
         taken |= {n for n in region if graph.by_name[n].op in JOINS}
         if node.name in region and any(is_pointwise(graph.by_name[n]) for n in region):
             regions.append(region)
     return regions
 
 
-def _around(flow: Flow, node: Node, numel: int) -> set[str]:
-    """Grow from a join over what is as large as it, or as large as a piece of it and made for it."""
+def _around(flow: Flow, node: Node, whole: TensorSpec) -> set[str]:
+    """Grow from a join over what has the same dimensions in front of the joined one, and is as large or a piece."""
+    joined = node.args[1] if len(node.args) > 1 else 0
+    front = whole.shape[: (joined if isinstance(joined, int) else 0) % len(whole.shape)]
 
     def fits(other: Node) -> bool:
         shape = shape_of(other)
-        if shape is None or other.mutates or other.dead or not isinstance(other.out, TensorSpec) or not other.out.numel:
+        if other.op == "unsqueeze":  # what queries and keys are multiplied with alike
+            return True
+        if shape is None or other.mutates or shape[: len(front)] != front:
             return False
-        if other.op in VIEWS or other.op in JOINS:
-            return numel % other.out.numel == 0 or other.out.numel % numel == 0
-        return is_pointwise(other) and numel % other.out.numel == 0 and numel // other.out.numel <= MOST_PIECES
+        small, large = sorted((math.prod(shape), whole.numel))
+        if small == 0 or large % small or large // small > MOST_PIECES:
+            return False
+        return is_pointwise(other) or other.op in VIEWS or other.op in JOINS
 
     return grow(flow, {node.name}, fits, backward=True)
 

@@ -53,10 +53,19 @@ class Layout:
         for k, op in enumerate(graph.ops):
             self.op, self.value = op, len(graph.inputs) + k
             self._lay()
+        self._side_by_side()
         for value, dims in self.dims.items():
             leaves = [a for dim in dims for a in self.axes.leaves(dim)]
             if len(set(leaves)) < len(leaves):
                 raise Unsupported(f"value {value} meets itself transposed")
+
+    def _side_by_side(self) -> None:
+        """Results of one shape are walked together, even if nothing connects them, as the heads of keys and queries."""
+        first = self.graph.outputs[0]
+        for value in self.graph.outputs[1:]:
+            if self.graph.tensor(value).shape == self.graph.tensor(first).shape:
+                for mine, dim in zip(self.dims[value], self.dims[first], strict=True):
+                    self.axes.same(dim, mine)
 
     # -- one operator
     def _lay(self) -> None:
