@@ -31,6 +31,7 @@ from fusescout.candidates import lower_bound
 from fusescout.capture import CapturedGraph
 from fusescout.capture import activations
 from fusescout.capture import capture
+from fusescout.ceilings import best_seen
 from fusescout.config import Config
 from fusescout.contenders import contender_named
 from fusescout.device import Device
@@ -91,7 +92,7 @@ def run(
     """
     start = time.perf_counter()
     on_event("device", 0, 0, "measuring its ceilings")
-    device = measure_device(kind, tuple(dict.fromkeys((dtype, "float32"))))
+    device = best_seen(measure_device(kind, tuple(dict.fromkeys((dtype, "float32")))), config.cache_dir)
     bench = KernelBench(environment=describe(device), settings=_settings(config, dtype, kind))
     config = config.model_copy(update={"use_cache": False})
     on_event("capture", 0, len(cases), "cutting the chains")

@@ -14,6 +14,7 @@ from fusescout.bench import chains
 from fusescout.bench import kernels
 from fusescout.bench.records import KernelBench
 from fusescout.bench.records import ModelBench
+from fusescout.contenders import liger
 from fusescout.contenders.bare import upto
 from fusescout.device import Device
 from fusescout.reference import build
@@ -118,3 +119,32 @@ def test_bench_models_analyses_in_another_process_and_goes_on_after_a_crash(
     assert row.compile_s > 0
     assert row.analysis_s == pytest.approx(sum(session.stages_s.values()))
     assert "| dit float32 " in shown
+
+
+PEERS = {
+    "layer_norm": ("layer_norm", cases._norm("layer_norm", 4, 8)),
+    "rms_norm": ("rms_norm", cases._norm("rms_norm", 4, 8)),
+    "llama_rms_norm": ("llama_rms_norm", cases._norm("llama_rms_norm", 4, 8)),
+    "gemma_rms_norm": ("gemma_rms_norm", cases._norm("gemma_rms_norm", 4, 8)),
+    "add_rms_norm": ("add_rms_norm", cases._norm("add_rms_norm", 4, 8)),
+    "add_layer_norm": (None, cases._norm("add_layer_norm", 4, 8)),
+    "softmax": ("softmax", cases._rows("softmax", 4, 8)),
+    "silu_mul": ("silu_mul", cases._points("silu_mul", 4, 8, extra=(cases._x(4, 8),))),
+    "cross_entropy": ("cross_entropy", cases._cross_entropy(4, 8)),
+    "group_norm": ("group_norm_silu", cases._group_norm("group_norm_silu", 2, 64, 4)),
+    "swiglu": (None, cases._gated(4, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_liger_is_asked_for_the_chains_it_has_an_operator_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, case = PEERS[name]
+    graph = kernels._cut(case, CPU, "bfloat16", 0).graph
+    assert liger._operator(graph) == expected
+    made = liger.Liger()
+    monkeypatch.setattr(liger, "find_spec", lambda package: None)
+    assert isinstance(made.variants(graph, CPU, "quick"), str)
+    monkeypatch.setattr(liger, "find_spec", lambda package: object())
+    on_gpu = made.variants(graph, Device("cuda", "test", "sm_90a", 1), "quick")
+    assert on_gpu == [{"operator": expected}] if expected else isinstance(on_gpu, str)
+    assert isinstance(made.variants(graph, CPU, "quick"), str), "its kernels need a GPU"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,16 @@ from patched_models import plan_of
 from torch import Tensor
 from torch import nn
 
+import fusescout
+from fusescout.config import Config
+from fusescout.endtoend import compositions
 from fusescout.errors import CompositionUnavailable
 from fusescout.integrations import by_shape
 from fusescout.integrations import dynamo
 from fusescout.patching import Counters
 from fusescout.patching import patch
 from fusescout.plan import Plan
+from fusescout.workload import build
 
 BATCHES = (1, 2, 17, 64, 1)
 
@@ -109,3 +114,21 @@ def test_a_patched_model_follows_the_batch_too(model: nn.Module) -> None:
 def test_cuda_graphs_are_refused_on_the_cpu(model: nn.Module) -> None:
     with pytest.raises(CompositionUnavailable, match="cudagraph"):
         patch(model, plan_of(model, batch(2)), composition="cudagraph")
+
+
+def test_a_way_that_is_asked_for_and_cannot_be_is_told_before_anything_is_measured(model: nn.Module) -> None:
+    heard: list[str] = []
+    with pytest.raises(CompositionUnavailable, match="need a GPU") as told:
+        fusescout.analyze(model, (batch(2),), compose="cudagraph", on_event=lambda stage, *_: heard.append(stage))
+    assert heard == []
+    assert told.value.exit_code == 2
+
+
+def test_with_chooses_the_ways_that_are_measured(model: nn.Module) -> None:
+    workload = build(model, (batch(2),))
+    assert compositions(Config(), workload) == ("eager", "inductor")
+    assert compositions(Config(compose="inductor"), workload) == ("inductor",)
+    on_gpu = replace(workload, device="cuda:0")
+    assert compositions(Config(), on_gpu) == ("eager", "inductor", "cudagraph")
+    assert compositions(Config(), replace(on_gpu, mode="training")) == ("eager", "inductor")
+    assert compositions(Config(compose="cudagraph"), on_gpu) == ("cudagraph",)
