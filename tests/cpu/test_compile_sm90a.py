@@ -2,21 +2,34 @@
 
 import pytest
 import torch
+from row_cases import PIECES
+from row_cases import ROWS
+from row_cases import WIDE
 from template_cases import POINTWISE
 from template_cases import ROWWISE
 from template_cases import Case
 from template_cases import randn
 
 from fusescout.contenders.compile_cuda import cubin_report
+from fusescout.contenders.pointwise_convolution import as_product
+from fusescout.contenders.tilelang import TileLang
 from fusescout.device import Device
 from fusescout.environment import nvcc_path
+from fusescout.ir import Op
+from fusescout.ir import Ref
+from fusescout.ir import Subgraph
+from fusescout.ir import TensorSpec
 from fusescout.registry import load
 
 pytestmark = pytest.mark.skipif(nvcc_path() is None, reason="nvcc is not installed")
 
 HOPPER = Device("cuda", "NVIDIA H200", "sm_90a", 132)
 TEMPLATES = load().templates
-CHOSEN = ("bias_gelu", "mask", "transposed", "layer_norm", "masked_softmax", "extremes")
+SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES
+CHOSEN = (
+    "bias_gelu", "mask", "transposed", "layer_norm", "masked_softmax", "extremes", "softmax_channels",
+    "wide_group_norm", "wide_cross_entropy", "partly_rotary",
+)  # fmt: skip
 
 
 def report(case, dtype, which=0):
@@ -25,7 +38,9 @@ def report(case, dtype, which=0):
     return cubin_report(template.kernel(graph, template.configs(graph, HOPPER)[which], HOPPER))
 
 
-@pytest.mark.parametrize("case", [c for c in POINTWISE + ROWWISE if c.name in CHOSEN], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [c for c in POINTWISE + ROWWISE + ROWS + WIDE + PIECES if c.name in CHOSEN], ids=lambda c: c.name
+)
 def test_assembles_without_spills(case):
     found = report(case, torch.bfloat16)
     assert found.spilled_bytes == 0
@@ -46,11 +61,17 @@ def test_an_operand_that_every_vector_repeats_is_gathered(dtype):
     assert ("__pack_bfloat162(in0[" in report(case, dtype).source) == (dtype == torch.bfloat16)
 
 
-def test_rows_too_wide_for_registers_are_walked_in_chunks():
-    wide = Case("vocabulary", "rowwise", lambda x: x.float().log_softmax(-1), lambda: (randn(4, 50257),))
+def test_rows_too_wide_for_registers_are_walked_in_chunks_of_vectors_at_any_address():
+    wide = Case("vocabulary", "rowwise", lambda x: x.log_softmax(-1), lambda: (randn(4, 50257),))
     found = report(wide, torch.bfloat16)
     assert "for (int k = 0;" in found.source
+    assert found.source.count("(uint4*)(in0 +") >= 4  # both passes, in the loop and around it
     assert found.spilled_bytes == 0
+
+
+def test_rows_side_by_side_are_read_across():
+    case = Case("classes", "rowwise", lambda x: x.softmax(1), lambda: (randn(2, 32, 64, 64),))
+    assert report(case, torch.bfloat16).source.count("(uint4*)(in0 +") == 1
 
 
 def test_chains_that_use_values_often_go_through_registers():
@@ -62,3 +83,26 @@ def test_chains_that_use_values_often_go_through_registers():
     found = report(Case("chain", "pointwise", chain, lambda: (randn(5001),)), torch.float32)
     assert found.spilled_bytes == 0
     assert len(found.source) < 60_000
+
+
+def test_a_1x1_convolution_with_batch_norm_and_residual_assembles_without_spills():
+    """The widest chain of ResNet-50 at batch 64, as the matrix product it is raced as."""
+    image = TensorSpec((64, 256, 56, 56), "bfloat16", (256 * 56 * 56, 1, 56 * 256, 256))
+    row = TensorSpec((256,), "bfloat16", (1,), constant=True)
+    x = TensorSpec((64, 64, 56, 56), "bfloat16", (64 * 56 * 56, 1, 56 * 64, 64))
+    weight = TensorSpec((256, 64, 1, 1), "bfloat16", (64, 1, 1, 1), constant=True)
+    ops = (
+        Op("aten.conv2d.default", (Ref(0), Ref(1)), (), image),
+        Op("aten.batch_norm.default", (Ref(7), *map(Ref, range(2, 6)), False, 0.1, 1e-5, True), (), image),
+        Op("aten.add.Tensor", (Ref(8), Ref(6)), (), image),
+        Op("aten.relu.default", (Ref(9),), (), image),
+    )
+    contender = TileLang()
+    graph = Subgraph((x, weight, row, row, row, row, image), ops, (10,))
+    product, variants = as_product(graph), contender.variants(graph, HOPPER, "quick")
+    assert not isinstance(product, str)
+    assert not isinstance(variants, str)
+    variant = variants[0]
+    found = cubin_report(contender.kernel(product.gemm, variant, HOPPER))
+    assert found.spilled_bytes == 0
+    assert 0 < found.registers <= 255
