@@ -378,6 +378,19 @@ def test_prepared_values_stay_where_they_are(model: nn.Module) -> None:
     handle.undo()
 
 
+def test_a_matrix_product_runs_inside_a_compiled_rest() -> None:
+    torch._dynamo.reset()
+    block, x = trained(Block()), image()
+    plan = planned(block, x, TileLang(), "channels_last")
+    handle = patch(block, plan.without({e.id for e in plan.entries[1:]}), composition="inductor")
+    assert close(block, x, handle)
+    assert (handle.counters.sites, handle.counters.fallbacks) == (1, {})
+    with torch.no_grad():
+        block.bn2.running_mean.add_(1)
+    assert close(block, x, handle)
+    handle.undo()
+
+
 def test_non_contiguous_inputs_and_another_size_fall_back_or_fit(model: nn.Module) -> None:
     x = image()
     handle = patch(model, planned(model, x, Framework()))
