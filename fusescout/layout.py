@@ -67,7 +67,7 @@ def choose(workload: Workload, capture: Capture, node_time_us: Callable[[int, st
             reasons.append(reason)
             relaid.append(graph)
         else:
-            relaid.append(replace(graph, module=module, graph=_encoded(graph, module)))
+            relaid.append(replace(graph, module=module, graph=encoded(graph, module)))
     note = f"Convolutions take {share:.0%} of the step"
     if len(reasons) == len(capture.graphs):
         return replace(preserved, note=f"{note}; they can't be run channels-last: {'; '.join(dict.fromkeys(reasons))}.")
@@ -81,7 +81,7 @@ def choose(workload: Workload, capture: Capture, node_time_us: Callable[[int, st
     return Layout("channels_last", replace(capture, graphs=tuple(relaid)), note)
 
 
-def _encoded(graph: CapturedGraph, module: fx.GraphModule) -> Graph:
+def encoded(graph: CapturedGraph, module: fx.GraphModule) -> Graph:
     """The rewritten graph as plain data; nodes that were there keep their origin."""
     made = encode_graph(module, graph.index, graph.inputs)
     known = graph.graph.by_name

@@ -38,7 +38,6 @@ from fusescout.errors import ContenderFailed
 from fusescout.errors import NotCapturable
 from fusescout.errors import PlanMismatch
 from fusescout.hoisting import Hoisted
-from fusescout.hoisting import Hoisted
 from fusescout.hoisting import hoist
 from fusescout.ir import Subgraph
 from fusescout.memory_format import channels_last
@@ -87,7 +86,6 @@ class Backend:
         self.device = device or describe_device(plan.device_kind)
         self.counters = Counters()
         self.hoisted: list[Hoisted] = []
-        self.hoisted: list[Hoisted] = []
         self._operators: dict[str, Any] = {}
         self._lock = threading.RLock()
 
@@ -117,7 +115,6 @@ class Backend:
             hoisted = hoist(aten)
             if hoisted is None:
                 return self._compose(number, module, aten, inputs)
-            self.hoisted.append(hoisted)
             self.hoisted.append(hoisted)
             return hoisted.bind(self._compose(number, module, aten, [*inputs, *hoisted.examples(inputs)]))
 
@@ -189,11 +186,6 @@ class Patched:
         self._before = vars(model).get("_compiled_call_impl")
         compiled = torch.compile(_private(model), backend=_GuardHooks(backend), dynamic=False)
         self._ours = model._compiled_call_impl = _restoring_hook_guards(compiled)
-
-    def refresh(self) -> None:
-        """Make anew what was prepared of parameters; needed only after a write through `.data`, which torch hides."""
-        for hoisted in self._hoisted:
-            hoisted.forget()
 
     def refresh(self) -> None:
         """Make anew what was prepared of parameters; needed only after a write through `.data`, which torch hides."""

@@ -1,12 +1,10 @@
 """Batch norm folded into convolutions, the library's fused convolutions, 1x1 convolutions as matrix products.
 
-What a fold computes is held against float64, wrong folds must be caught by the verifier, and a parameter that changes
-after patching must show in the result.
+What a fold computes is held against float64, and wrong folds must be caught by the verifier.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from conv_models import CPU
+from conv_models import Block
+from conv_models import captured
+from conv_models import chain
+from conv_models import image
+from conv_models import trained
 from torch import nn
 
-from fusescout.capture import activations
 from fusescout.capture import capture
-from fusescout.capture.capture import CapturedGraph
 from fusescout.constants import Parts
 from fusescout.constants import split
-from fusescout.contenders.base import Contender
 from fusescout.contenders.framework import Framework
 from fusescout.contenders.framework import rewrites
 from fusescout.contenders.pointwise_convolution import as_product
@@ -29,82 +30,14 @@ from fusescout.contenders.tilelang import TileLang
 from fusescout.device import Device
 from fusescout.ir import Op
 from fusescout.ir import Subgraph
-from fusescout.layout import _encoded
-from fusescout.memory_format import channels_last
-from fusescout.memory_format import copy_of
-from fusescout.patching import Patched
-from fusescout.patching import patch
-from fusescout.plan import Composition
-from fusescout.plan import Entry
 from fusescout.plan import MemoryFormat
-from fusescout.plan import Plan
-from fusescout.probe import describe_device
 from fusescout.reference import build
 from fusescout.regions import find_regions
 from fusescout.verify import Verifier
 from fusescout.workload import Workload
 
-CPU, CUDA = Device("cpu", "test", "x86", 1), Device("cuda", "test", "sm_90a", 132)
+CUDA = Device("cuda", "test", "sm_90a", 132)
 FOLD = "batch_norm folded into convolution"
-
-
-def trained(model: nn.Module) -> nn.Module:
-    """Eval mode, with statistics and weights that a trained model could have."""
-    generator = torch.Generator().manual_seed(3)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
-            module.running_mean.uniform_(-0.5, 0.5, generator=generator)
-            module.running_var.uniform_(0.5, 1.5, generator=generator)
-            if module.affine:
-                nn.init.uniform_(module.weight, 0.5, 1.5, generator=generator)
-                nn.init.uniform_(module.bias, -0.5, 0.5, generator=generator)
-    return model.eval()
-
-
-def captured(model: nn.Module, x: torch.Tensor, memory_format: MemoryFormat = "preserved") -> CapturedGraph:
-    (graph,) = capture(Workload(model, (x,))).graphs
-    if memory_format == "preserved":
-        return graph
-    module = copy_of(graph.module)
-    assert channels_last(module) == ""
-    return replace(graph, module=module, graph=_encoded(graph, module))
-
-
-def chain(graph: CapturedGraph, *ops: str) -> tuple[Subgraph, list[torch.Tensor]]:
-    """The convolution region with these operators, and its real inputs."""
-    for region in find_regions(graph.graph):
-        subgraph, names = graph.graph.subgraph(region.nodes)
-        if region.family == "conv_epilogue" and subgraph.chain == ops:
-            values = activations.record(graph, set(names))
-            return subgraph, [values[n] for n in names]
-    raise AssertionError(f"no region {ops}")
-
-
-class Block(nn.Module):
-    """conv, norm, relu, 1x1 conv, norm, and the same of a 1x1 shortcut added, relu."""
-
-    def __init__(self, inner: int = 8, outer: int = 16) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inner, inner, 3, padding=1, bias=False), nn.BatchNorm2d(inner)
-        self.conv2, self.bn2 = nn.Conv2d(inner, outer, 1), nn.BatchNorm2d(outer)
-        self.short, self.bn3 = nn.Conv2d(inner, outer, 1, bias=False), nn.BatchNorm2d(outer)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.relu_(self.bn1(self.conv1(x)))
-        return torch.relu(self.bn2(self.conv2(y)) + self.bn3(self.short(x)))
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Block(8, 16), Block(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
-
-
-def image(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape or (2, 8, 9, 7), generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -265,140 +198,6 @@ def test_other_convolutions_are_no_matrix_product(
     found = TileLang().variants(subgraph, CUDA, "quick")
     assert isinstance(found, str)
     assert reason in found
-
-
-# ------------------------------------------------------------------------------------------------- live models
-
-
-def planned(model: nn.Module, x: torch.Tensor, contender: Contender, memory_format: MemoryFormat = "preserved") -> Plan:
-    """A plan with every convolution region that the contender can run, largest first."""
-    graph = captured(model, x, memory_format)
-    entries: dict[str, Entry] = {}
-    for region in find_regions(graph.graph):
-        subgraph, _ = graph.graph.subgraph(region.nodes)
-        variants = contender.variants(subgraph, CPU, "quick") if region.family == "conv_epilogue" else ""
-        if not isinstance(variants, str):
-            entries[subgraph.key] = Entry(
-                id=f"conv-{subgraph.key[:8]}", family=region.family, chain=list(subgraph.chain),
-                subgraph=subgraph.to_json(), contender=contender.name, variant=dict(variants[0]), sites=1,
-            )  # fmt: skip
-    assert entries
-    device = describe_device("cpu")
-    return Plan(
-        target="t", mode="inference", device_kind="cpu", device_name=device.name, torch=torch.__version__,
-        entries=list(entries.values()), memory_format=memory_format,
-    )  # fmt: skip
-
-
-@pytest.fixture
-def model() -> nn.Module:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    return trained(Net())
-
-
-def close(model: nn.Module, x: torch.Tensor, handle: Patched) -> bool:
-    """Whether the patched model gives what the model itself would."""
-    twin = copy.deepcopy(model)
-    twin._compiled_call_impl = None
-    with torch.no_grad():
-        got, expected = model(x), twin(x)
-    assert got.stride() == expected.stride()
-    return torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("composition", "memory_format"),
-    [("eager", "preserved"), ("eager", "channels_last"), ("inductor", "channels_last")],
-)
-def test_a_patched_model_sees_its_parameters_change(
-    model: nn.Module, composition: Composition, memory_format: MemoryFormat
-) -> None:
-    x = image()
-    handle = patch(model, planned(model, x, Framework(), memory_format), composition=composition)
-    assert close(model, x, handle)
-    assert handle.counters.sites >= 4
-    assert not handle.counters.fallbacks
-    with torch.no_grad():
-        before = model(x)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 0.1)
-    optimizer.step()
-    assert close(model, x, handle), "an optimizer step was not seen"
-    with torch.no_grad():
-        assert not torch.allclose(model(x), before, rtol=1e-3)
-    model.load_state_dict({k: v * 0.5 if v.is_floating_point() else v for k, v in model.state_dict().items()})
-    assert close(model, x, handle), "load_state_dict was not seen"
-    model.first.bn1.running_var.mul_(3)
-    assert close(model, x, handle), "a buffer was not seen"
-    model.first.conv2.weight.data = model.first.conv2.weight.data * 2
-    assert close(model, x, handle), "new data was not seen"
-    model.second.conv1.weight = nn.Parameter(model.second.conv1.weight.detach() * 2)
-    assert close(model, x, handle), "a new parameter was not seen"
-    model.second.conv2.bias.data.add_(1)
-    handle.refresh()
-    assert close(model, x, handle), "a refresh made nothing anew"
-    with torch.inference_mode():
-        model(x)
-    assert close(model, x, handle)
-    handle.undo()
-    with torch.no_grad():
-        assert torch.equal(model(x), copy.deepcopy(model)(x))
-
-
-def test_prepared_values_stay_where_they_are(model: nn.Module) -> None:
-    """A CUDA graph reads them at fixed addresses, so they are written over in place, and only when a source changed."""
-    from fusescout.hoisting import hoist
-    from fusescout.patching import Backend
-
-    x = image()
-    found: list[Any] = []
-
-    def spying(module: torch.fx.GraphModule) -> Any:
-        found.append(hoist(module))
-        return found[-1]
-
-    with pytest.MonkeyPatch.context() as change:
-        change.setattr("fusescout.patching.hoist", spying)
-        handle = Patched(model, Backend(planned(model, x, Framework(), "channels_last")))
-        with torch.no_grad():
-            model(x)
-    (hoisted,) = found
-    first = [v.data_ptr() for v in hoisted._values]
-    owned = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    assert not owned & {v.untyped_storage().data_ptr() for v in hoisted._values}
-    made = hoisted._values
-    with torch.no_grad():
-        model(x)
-        assert hoisted._values is made
-        model.first.conv1.weight.mul_(2)
-        model(x)
-    assert [v.data_ptr() for v in hoisted._values] == first
-    handle.undo()
-
-
-def test_a_matrix_product_runs_inside_a_compiled_rest() -> None:
-    torch._dynamo.reset()
-    block, x = trained(Block()), image()
-    plan = planned(block, x, TileLang(), "channels_last")
-    handle = patch(block, plan.without({e.id for e in plan.entries[1:]}), composition="inductor")
-    assert close(block, x, handle)
-    assert (handle.counters.sites, handle.counters.fallbacks) == (1, {})
-    with torch.no_grad():
-        block.bn2.running_mean.add_(1)
-    assert close(block, x, handle)
-    handle.undo()
-
-
-def test_non_contiguous_inputs_and_another_size_fall_back_or_fit(model: nn.Module) -> None:
-    x = image()
-    handle = patch(model, planned(model, x, Framework()))
-    assert close(model, x, handle)
-    turned = image(2, 9, 8, 7).transpose(1, 2)
-    assert close(model, turned, handle)
-    assert close(model, image(3, 8, 5, 5), handle)
-    handle.undo()
 
 
 def test_parts_prepare_again_only_for_sources_that_changed() -> None:
