@@ -26,6 +26,8 @@ NAMES = {
     "bare": "bare products",
     OWN: "TileLang",
 }
+DISTURBED = 1.1
+"""Where eager's interval against itself leaves this factor, something else ran on the machine."""
 TILE = ("template", "schedule", "BM", "BN", "BK", "stages")
 
 
@@ -43,6 +45,10 @@ def kernels(bench: KernelBench) -> str:
 
 
 def _family(family: str, rows: Sequence[KernelRow]) -> str:
+    notes = [note for row in rows if (note := _note(row))]
+    rows = [row for row in rows if not row.reason]
+    if not rows:
+        return "\n".join([f"### {family}", "", *notes])
     named = [c for c in NAMES if any(r.result(c) and c != OWN for r in rows)]
     shown = [c for c in named if any((f := r.result(c)) and f.status != "unsupported" for r in rows)]
     over_bare = ["over bare"] if "bare" in shown else []
@@ -52,7 +58,6 @@ def _family(family: str, rows: Sequence[KernelRow]) -> str:
     lines = [f"### {family}", "", _table(head, body)]
     if means := _means(rows):
         lines += ["", means]
-    notes = [note for row in rows if (note := _note(row))]
     return "\n".join([*lines, *(["", *notes] if notes else [])])
 
 
@@ -147,6 +152,8 @@ def _note(row: KernelRow) -> str:
         return f"- {row.name}: {row.reason}"
     failed = [c for c in row.contenders if c.reason and (c.status != "unsupported" or c.name == OWN)]
     parts = [f"{NAMES.get(c.name, c.name)} {c.status}: {' '.join(c.reason.split())[:200]}" for c in failed]
+    if row.noise and not (row.noise.low > 1 / DISTURBED and row.noise.high < DISTURBED):
+        parts.append(f"disturbed: eager over itself is {_ratio(row.noise)}")
     if not row.region:
         parts.append("the finder would cut this chain up")
     return f"- {row.name}: {'; '.join(parts)}" if parts else ""

@@ -114,7 +114,16 @@ def test_a_loser_is_not_shown_in_bold_and_gives_the_reason() -> None:
 
 def test_a_row_that_was_not_begun_says_so() -> None:
     late = KernelRow(family="gemm_epilogue", name="late", reason="Not begun: 200 s had passed.")
-    assert "- late: Not begun: 200 s had passed." in tables.kernels(bench(row(), late))
+    text = tables.kernels(bench(row(), late))
+    assert "- late: Not begun: 200 s had passed." in text
+    assert "| late" not in text
+    assert "- late: Not begun" in tables.kernels(bench(late))
+
+
+def test_a_disturbed_measurement_is_told() -> None:
+    assert "disturbed" not in tables.kernels(bench(row(noise=around(1.0))))
+    noisy = row(noise=Interval(mid=1.0, low=0.7, high=1.2, samples=15))
+    assert "disturbed: eager over itself is 1.00 [0.70–1.20]" in tables.kernels(bench(noisy))
 
 
 def test_a_yardstick_is_never_the_best_other_way() -> None:
