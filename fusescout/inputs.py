@@ -22,7 +22,6 @@ QUICK = ("captured", "normal", "special")
 """Cases every variant must pass before it is timed."""
 FULL = ("captured", "normal", "like", "shuffled", "small", "large", "nan", "+inf", "-inf", "constant")
 """Cases the best variant of a contender must pass."""
-SPECIAL = frozenset({"nan", "+inf", "-inf", "special"})
 TIMING, FRESH = "captured", "shuffled"
 
 
@@ -88,8 +87,8 @@ class InputSource:
         dtype's range · "nan", "+inf", "-inf": one such value in each floating input · "special": all three ·
         "constant": every row holds one value that needs few bits, so that its sums are exact.
 
-        Parameters of convolutions and batch norms stay finite, and variances positive: no model has others, and a
-        folded weight need not do with them what the two operators do.
+        Parameters of convolutions and batch norms are the captured ones at other places in every case: scaled, infinite
+        or negative ones are no model's, and a folded weight need not do with them what the two operators do.
         """
         if self.captured is None and case in ("captured", "like", "shuffled"):
             case = "normal"
@@ -99,8 +98,11 @@ class InputSource:
             generator = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + order * 1009 + k * 31 + draw)
             seen = None if self.captured is None else self.captured[k]
             role = _parameter(self.graph, k)
-            value = _value("normal" if role and case in SPECIAL else case, spec, seen, generator)
-            if role == "variance":
+            if role and case != "captured":
+                value = _value("normal" if seen is None else "shuffled", spec, seen, generator)
+            else:
+                value = _value(case, spec, seen, generator)
+            if role == "variance" and seen is None:
                 value = value.abs() + 2**-6
             if draw and spec.dtype in FLOATS:
                 noise = torch.rand(value.shape, generator=generator, device=self.device)

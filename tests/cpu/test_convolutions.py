@@ -28,6 +28,7 @@ from fusescout.contenders.framework import rewrites
 from fusescout.contenders.pointwise_convolution import as_product
 from fusescout.contenders.tilelang import TileLang
 from fusescout.device import Device
+from fusescout.inputs import InputSource
 from fusescout.ir import Op
 from fusescout.ir import Subgraph
 from fusescout.plan import MemoryFormat
@@ -79,7 +80,7 @@ def test_folded_weights_are_the_float64_fold_rounded_once(kind: str, dtype: torc
 
 
 @pytest.mark.parametrize("memory_format", ["preserved", "channels_last"])
-def test_a_fold_passes_the_check(memory_format: MemoryFormat) -> None:
+def test_a_fold_passes_the_whole_check(memory_format: MemoryFormat) -> None:
     torch.manual_seed(0)
     graph = captured(trained(Block()), image(), memory_format)
     subgraph, values = chain(graph, "conv2d", "batch_norm", "add", "relu")
@@ -91,7 +92,21 @@ def test_a_fold_passes_the_check(memory_format: MemoryFormat) -> None:
     for variant in variants:
         built = contender.build(subgraph, variant, CPU)
         assert built.parts is not None
-        assert verifier.check(built.run, "quick").reason == ""
+        assert verifier.check(built.run, "full").reason == ""
+
+
+def test_checks_vary_parameters_within_what_the_model_has() -> None:
+    subgraph, values = chain(captured(trained(Block()), image()), "conv2d", "batch_norm", "relu")
+    source = InputSource(subgraph, values, "cpu", 0)
+    cases = [c for c in source.names("full") if c != "captured"]
+    for k, (spec, value) in enumerate(zip(subgraph.inputs, values, strict=True)):
+        made = [source.make(case)[k] for case in cases]
+        if spec.constant:
+            assert all(torch.equal(m.sort().values, value.flatten().sort().values) for m in (m.flatten() for m in made))
+            assert value.unique().numel() == 1 or not any(torch.equal(m, value) for m in made)
+        else:
+            assert any(m.isnan().any() for m in made)
+            assert any(m.isinf().any() for m in made)
 
 
 def wrong_folds(graph: Subgraph) -> dict[str, Subgraph]:
@@ -125,10 +140,10 @@ def test_wrong_folds_are_rejected() -> None:
     subgraph, values = chain(captured(trained(Block()), image()), "conv2d", "batch_norm", "add", "relu")
     folded = dict(rewrites(subgraph, CPU))[FOLD]
     verifier = Verifier(subgraph, values, "cpu")
-    assert verifier.check(build(folded), "quick").reason == ""
+    assert verifier.check(build(folded), "full").reason == ""
     for name, graph in wrong_folds(folded).items():
         assert graph != folded, name
-        assert verifier.check(build(graph), "quick").reason, name
+        assert verifier.check(build(graph), "full").reason, name
 
 
 def test_training_and_changing_parameters_are_not_folded() -> None:
