@@ -26,6 +26,8 @@ from fusescout.workerpool import Worker
 
 MOST_WORKERS = 8
 EACH_S = 120.0
+ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""Each worker would start a pool of compilers of its own."""
 
 
 def compile_inductor(graphs: Sequence[Subgraph], device: Device, config: Config) -> None:
@@ -50,12 +52,12 @@ def compile_inductor(graphs: Sequence[Subgraph], device: Device, config: Config)
     }
 
     def work() -> None:
-        worker = Worker()
+        worker = Worker(ONE_THREAD)
         with suppress(Empty):  # nothing is left to do
             while True:
                 graph = waiting.get_nowait()
                 if not worker.alive:
-                    worker = Worker()
+                    worker = Worker(ONE_THREAD)
                 with suppress(WorkerDied, WorkerRefused, WorkerTimeout):  # the race meets the same, with a reason
                     worker.call("open", STARTUP_S, subgraph=graph.to_json(), **opening)
                     worker.call("build", EACH_S, contender="inductor", variant={"mode": "default"}, handle=0)
