@@ -98,15 +98,15 @@ def consistent(outcome: Outcome) -> None:
         assert {e.id for e in outcome.plan.entries} <= accepted
 
 
-@pytest.mark.parametrize("make", [conv_net, gpt2])
-def test_a_model(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("make", "top"), [(conv_net, 6), (gpt2, 2)])
+def test_a_model(make: Any, top: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, args, kwargs = make()
     with torch.no_grad():
         expected = list(tensors(model.eval()(*args, **kwargs)))
     tried: list[Plan] = []
-    plan_of = analysis._plan
-    monkeypatch.setattr(analysis, "_plan", lambda *a: tried.append(plan_of(*a)) or tried[-1])
-    settings = {"effort": "quick", "rounds": 3, "top": 2, "runs": 3, "cache_dir": tmp_path / "cache", "device": "cpu"}
+    compare = analysis.compare
+    monkeypatch.setattr(analysis, "compare", lambda w, plan, *a, **k: tried.append(plan) or compare(w, plan, *a, **k))
+    settings = {"effort": "quick", "rounds": 3, "top": top, "runs": 3, "cache_dir": tmp_path / "cache", "device": "cpu"}
 
     before = state(model)
     outcome = fusescout.analyze(model, args, kwargs, output=tmp_path / "run", **settings)
