@@ -1,4 +1,4 @@
-"""Finds pointwise chains in which a tensor is taken to pieces and put together again, as rotary embeddings do."""
+"""Finds pointwise chains in which a tensor is taken to pieces and put together again: rotary embeddings, pooling."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from fusescout.nodekinds import is_pointwise
 from fusescout.nodekinds import shape_of
 
 JOINS = frozenset({"cat", "stack"})
+WINDOWS = frozenset({"max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"})
 VIEWS = REGROUPS | SLICES
 MOST_PIECES = 16
 
 
 def find_pieces(flow: Flow) -> list[set[str]]:
-    """For each `cat` or `stack` the pointwise operators around it, on the whole and on its pieces."""
+    """For each `cat`, `stack` and pooling the pointwise operators around it, on the whole and on its pieces."""
     graph = flow.graph
     taken: set[str] = set()
     regions = []
     for node in graph.nodes:
+        if node.op in WINDOWS and isinstance(node.out, TensorSpec) and node.out.numel:
+            regions.append(_around_window(flow, node))
         if node.op not in JOINS or node.name in taken or not isinstance(node.out, TensorSpec) or not node.out.numel:
             continue
         region = _without_rim(graph, _around(flow, node, node.out))
@@ -32,6 +35,13 @@ def find_pieces(flow: Flow) -> list[set[str]]:
         if node.name in region and any(is_pointwise(graph.by_name[n]) for n in region):
             regions.append(region)
     return regions
+
+
+def _around_window(flow: Flow, node: Node) -> set[str]:
+    """A pooling operator with what is computed of its result, and element by element in front of it."""
+    graph = flow.graph
+    shapes = {shape_of(node), shape_of(graph.by_name[node.inputs[0]])}
+    return grow(flow, {node.name}, lambda n: is_pointwise(n) and shape_of(n) in shapes, backward=True)
 
 
 def _around(flow: Flow, node: Node, whole: TensorSpec) -> set[str]:

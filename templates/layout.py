@@ -22,6 +22,7 @@ SUMS = {
 }  # fmt: skip
 """Reductions, and where they are told to keep their dimensions."""
 SOFTMAXES = ("softmax", "_softmax", "log_softmax", "_log_softmax")
+WINDOWS = ("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")
 LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
 
 
@@ -46,6 +47,7 @@ class Layout:
         self.dims: dict = {}
         self.moves: dict = {}
         self.reduced: dict = {}
+        self.windows: dict = {}
         for k, spec in enumerate(graph.inputs):
             if 0 in spec.shape:
                 raise Unsupported("an input is empty: there is nothing to compute")
@@ -90,6 +92,8 @@ class Layout:
             self._slice()
         elif name in ("cat", "stack"):
             self._join()
+        elif name in WINDOWS:
+            self._window(op.args[0].to, int(name[-2]))
         elif name in SUMS or name in SOFTMAXES or name in LOSSES or name in _SPECIAL:
             self._reduce()
         else:
@@ -230,6 +234,30 @@ class Layout:
 
     def _others(self, value: int, d: int, stacks: bool) -> tuple:
         return tuple(x for k, x in enumerate(self.dims[value]) if stacks or k != d)
+
+    def _window(self, source: int, rank: int) -> None:
+        """Pooling without overlap: places in the window are pieces, that are taken together."""
+
+        def each(position: int, name: str, default) -> tuple:
+            found = argument(self.op, position, name, default)
+            found = found if isinstance(found, tuple) else (found,)
+            return found * rank if len(found) == 1 else found
+
+        size = each(1, "kernel_size", 1)
+        stride = each(2, "stride", ()) or size
+        shape, averages = self.graph.tensor(source).shape, self.op.name.startswith("avg")
+        others = (argument(self.op, 6, "divisor_override"),) if averages else (*each(4, "dilation", 1),)
+        plain = stride == size and not any(each(3, "padding", 0)) and set(others) <= {1, None}
+        if not plain or any(n % k for n, k in zip(shape[-rank:], size, strict=True)):
+            raise Unsupported("pooling with windows that overlap, or don't cover its input exactly")
+        dims, cuts = list(self.dims[source]), []
+        for d, k in enumerate(size, start=len(dims) - rank):
+            outer, inner = self.axes.new(shape[d] // k), self.axes.new(k, unrolled=True)
+            self.axes.same(dims[d], (*outer, *inner))
+            dims[d] = outer
+            cuts += inner
+        self.windows[self.value] = tuple(cuts)
+        self.dims[self.value] = tuple(dims)
 
     # -- reductions
     def _reduce(self) -> None:

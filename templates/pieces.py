@@ -13,6 +13,7 @@ from fusescout.templates.layout import Layout
 from fusescout.templates.operators import Unsupported
 
 from fusescout.ir import Op
+from fusescout.ir import Ref
 from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
 from fusescout.ir import substitute
@@ -136,6 +137,8 @@ class _Pieces:
 
     def _compute(self, value: int, places: dict) -> tuple:
         op = self.graph.op_of(value)
+        if value in self.layout.windows:
+            return self._pool(op, value, places)
         operands = {v: self.piece(v, places) for v in op.inputs}
         kwargs = substitute(op.kwargs, operands)
         if value in self.layout.reduced:
@@ -145,3 +148,19 @@ class _Pieces:
             raise Unsupported("it has too many pieces")
         self.ops.append(Op(op.target, substitute(op.args, operands), kwargs, self._spec(value)))
         return ("op", len(self.ops) - 1)
+
+    def _pool(self, op: Op, value: int, places: dict) -> tuple:
+        """The largest or the mean of the pieces in a window."""
+        cuts = self.axes.leaves(self.layout.windows[value])
+        averages, spec, source = op.name.startswith("avg"), self._spec(value), op.args[0].to
+        window = itertools.product(*(range(self.axes.sizes[a]) for a in cuts))
+        found = [self.piece(source, places | dict(zip(cuts, chosen, strict=True))) for chosen in window]
+        total = found[0]
+        for piece in found[1:]:
+            step = "aten.add.Tensor" if averages else "aten.maximum.default"
+            self.ops.append(Op(step, (Ref(total), Ref(piece)), (), spec))
+            total = ("op", len(self.ops) - 1)
+        if averages:
+            self.ops.append(Op("aten.div.Tensor", (Ref(total), len(found)), (), spec))
+            total = ("op", len(self.ops) - 1)
+        return total

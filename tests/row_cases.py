@@ -168,4 +168,8 @@ PIECES = [
         lambda x, y: torch.relu(x.transpose(1, 2).reshape(2, 6, 32) + y),
         lambda: (randn(2, 4, 6, 8), randn(2, 6, 32)),
     ),
+    Case("max_pool", "pointwise", lambda x: F.max_pool2d(x * 2, 2).clamp(0, 1), lambda: (randn(2, 3, 8, 12),)),
+    Case(
+        "avg_pool", "pointwise", lambda x, y: F.gelu(F.avg_pool3d(x + y, 2)), lambda: (randn(2, 3, 4, 6, 10), randn(1))
+    ),
 ]

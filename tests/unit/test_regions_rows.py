@@ -96,3 +96,10 @@ def test_rotary_embeddings_are_one_region_and_keys_of_equal_shape_join_queries()
             assert [c.count("cat") for c in found] == [2]
         else:
             assert found == expected
+
+
+def test_pooling_takes_what_is_in_front_and_behind() -> None:
+    b = Builder()
+    x = b.op("tanh", spec(2, 3, 8, 8), b.input(spec(2, 3, 8, 8)))
+    y = b.op("clamp", spec(2, 3, 4, 4), b.op("max_pool2d", spec(2, 3, 4, 4), x, (2, 2)), 0.0, 1.0)
+    assert ("tanh", "max_pool2d", "clamp") in chains(b.graph(y), "pointwise")
