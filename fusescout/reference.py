@@ -85,8 +85,11 @@ def to_source(
 def make_inputs_source(subgraph: ir.Subgraph, name: str = "make_inputs") -> str:
     """Python source of `name(device, seed=0) -> list`: random inputs with the captured shapes, strides and dtypes.
 
-    Integer inputs stay below the smallest size they can index, so that an embedding or gather finds its rows.
+    Integer inputs stay below the smallest size they can index, so that an embedding or gather finds its rows, and the
+    variances of a batch norm are positive.
     """
+    norms = [op for op in subgraph.ops if op.name == "batch_norm"]
+    variances = {int(op.args[4].to) for op in norms if isinstance(op.args[4], ir.Ref)}
     lines = [
         f'def {name}(device="cuda", seed=0):',
         "    generator = torch.Generator(device).manual_seed(seed)",
@@ -99,7 +102,7 @@ def make_inputs_source(subgraph: ir.Subgraph, name: str = "make_inputs") -> str:
         if spec.dtype == "bool":
             flat = f"torch.randint(0, 2, {size}, {place}).bool()"
         elif spec.dtype in FLOATS:
-            flat = f"torch.randn({size}, {place}).to(torch.{spec.dtype})"
+            flat = f"torch.randn({size}, {place}){'.abs()' if k in variances else ''}.to(torch.{spec.dtype})"
         elif spec.dtype.startswith("complex"):
             flat = f"torch.randn({size}, {place}, dtype=torch.{spec.dtype})"
         else:
