@@ -102,9 +102,10 @@ def test_bench_models_analyses_in_another_process_and_goes_on_after_a_crash(
     from fusescout.bench import suite
 
     broken = replace(suite.MODELS[-1], name="broken", builder="plain:no_such_builder")
-    monkeypatch.setattr(suite, "MODELS", (broken, *suite.MODELS))
+    tiny = suite.Model("tiny", "plain:mixer", {"batch": 2}, {"side": 32, "layers": 1, "width": 32})
+    monkeypatch.setattr(suite, "MODELS", (broken, tiny))
     file, kept = tmp_path / "models.json", tmp_path / "runs"
-    arguments = ["bench", "models", "broken", "dit", "--device", "cpu", "--effort", "quick", "--with", "eager"]
+    arguments = ["bench", "models", "broken", "tiny", "--device", "cpu", "--effort", "quick", "--with", "eager"]
     few = ["--top", "1", "--rounds", "2", "--runs", "1", "--json", str(file), "-o", str(kept)]
     assert cli.main([*arguments, *few]) == 0
     shown = capsys.readouterr().out
@@ -112,13 +113,13 @@ def test_bench_models_analyses_in_another_process_and_goes_on_after_a_crash(
     assert "no_such_builder" in crashed.reason
     assert crashed.reason in shown
     assert row.reason == ""
-    session = Session.load(kept / "dit-float32")
+    session = Session.load(kept / "tiny-float32")
     assert row.verdict == session.verdict
     assert row.raced == len(session.candidates) == 1
     assert {"eager", "compile"} <= {w.name for w in row.ways if w.time}
     assert row.compile_s > 0
     assert row.analysis_s == pytest.approx(sum(session.stages_s.values()))
-    assert "| dit float32 " in shown
+    assert "| tiny float32 " in shown
 
 
 PEERS = {
