@@ -37,6 +37,7 @@ from fusescout.errors import CompositionUnavailable
 from fusescout.errors import ContenderFailed
 from fusescout.errors import NotCapturable
 from fusescout.errors import PlanMismatch
+from fusescout.flops import op_class
 from fusescout.hoisting import Hoisted
 from fusescout.hoisting import hoist
 from fusescout.ir import Subgraph
@@ -132,6 +133,11 @@ class Backend:
     def _compose(
         self, number: int, module: fx.GraphModule, rewritten: fx.GraphModule, inputs: list[Any]
     ) -> Callable[..., Any]:
+        if self.plan.composition != "eager" and _is_recurrent(rewritten):
+            self.counters.fallbacks[f"graph {number}"] = (
+                f"{self.plan.composition} would unroll a recurrent layer step by step; the graph runs eagerly"
+            )
+            return run_eagerly(rewritten)
         try:
             return compose(module, rewritten, inputs, self.plan.composition)
         except Exception as error:  # isolation boundary: the compiler may fail on any graph; the model must still run
@@ -185,7 +191,8 @@ class Patched:
         self._hoisted = backend.hoisted
         self._before = vars(model).get("_compiled_call_impl")
         compiled = torch.compile(_private(model), backend=_GuardHooks(backend), dynamic=False)
-        self._ours = model._compiled_call_impl = _restoring_hook_guards(compiled)
+        recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
+        self._ours = model._compiled_call_impl = _restoring_settings(compiled, recurrent)
 
     def refresh(self) -> None:
         """Make anew what was prepared of parameters; needed only after a write through `.data`, which torch hides."""
@@ -225,7 +232,7 @@ class _GuardHooks:
     """The back end, with guards on module hooks for what is captured.
 
     Dynamo leaves them out by default, and a hook that is added later would be ignored silently. The setting is read
-    when guards are made, after the back end has returned, so `_restoring_hook_guards` puts it back.
+    when guards are made, after the back end has returned, so `_restoring_settings` puts it back.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -242,17 +249,34 @@ class _GuardHooks:
 _changed: ContextVar[bool | None] = ContextVar("hook guards before", default=None)
 
 
-def _restoring_hook_guards(call: Callable[..., Any]) -> Callable[..., Any]:
+def _is_recurrent(module: fx.GraphModule) -> bool:
+    names = (getattr(n.target, "__name__", "").split(".")[0] for n in module.graph.nodes if n.op == "call_function")
+    return any(op_class(f"aten.{name}.default") == "rnn" for name in names)
+
+
+def _restoring_settings(call: Callable[..., Any], recurrent: bool) -> Callable[..., Any]:
+    """The call under the Dynamo settings it needs; the user's own are put back after it.
+
+    Args:
+        recurrent: let Dynamo take recurrent layers as one operator, as capture does; else it leaves such a model alone.
+    """
+    config: Any = torch._dynamo.config
+
     def patched_call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             # The user's own torch.compile traces through: the model's plain operators are its to compile.
             return call(*args, **kwargs)
+        allowed = config.allow_rnn
+        if recurrent:
+            config.allow_rnn = True
         try:
             return call(*args, **kwargs)
         finally:
+            if recurrent:
+                config.allow_rnn = allowed
             before = _changed.get()
             if before is not None:
-                torch._dynamo.config.skip_nnmodule_hook_guards = before
+                config.skip_nnmodule_hook_guards = before
                 _changed.set(None)
 
     return patched_call
