@@ -66,9 +66,9 @@ def apply(
         terminal.out(verdict.model_dump_json(indent=1))
     else:
         terminal.out(verdict.verdict)
-        terminal.out(
-            f"{len(kept.entries)} of {len(loaded.entries)} plan entries hold, {verdict.sites_patched} sites patched."
-        )
+        layout = "" if kept.memory_format == "preserved" else ", convolutions channels-last"
+        hold = f"{len(kept.entries)} of {len(loaded.entries)} plan entries hold"
+        terminal.out(f"{hold}, {verdict.sites_patched} sites patched{layout}.")
         for name in verdict.dropped:
             terminal.out(f"dropped: {name}")
         if not kept.is_empty:
