@@ -222,13 +222,16 @@ class CudaRows(Passes):
         for r in self._later(level):
             lines += [self.loop, f"    t{r.value}[{self.place}] = {self.start(r)}"]
         full, tail = divmod(self.columns, self.width)
-        start = 0
-        if self.slant:
-            lines += self._step(level, known, self._span("j", True, False), load=True)
-            start, tail = 1, 1
-        at = f"(k * {self.width} + j)" if not start else f"((k + 1) * {self.width} + j)"
-        step = self._step(level, known, self._span(at, False, False), load=True)
-        lines += [f"for k in T.serial({full - start}):", *("    " + line for line in step)]
-        if tail:
-            lines += self._step(level, known, self._span(f"({full * self.width} + j)", False, True), load=True)
+        first, back = bool(self.slant), level > 0
+        chunk = f"{full - 1} - k" if back else "k + 1" if first else "k"
+        steps = [self._span(f"(({chunk}) * {self.width} + j)", False, False)]
+        if first:
+            steps.insert(0, self._span("j", True, False))
+        if tail or first:
+            steps.append(self._span(f"({full * self.width} + j)", False, True))
+        for span in reversed(steps) if back else steps:  # back to front: what was read last is in the cache
+            step = self._step(level, known, span, load=True)
+            if "k" in span.spot:
+                step = [f"for k in T.serial({full - first}):", *("    " + line for line in step)]
+            lines += step
         return lines
