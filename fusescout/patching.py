@@ -191,8 +191,7 @@ class Patched:
         self._hoisted = backend.hoisted
         self._before = vars(model).get("_compiled_call_impl")
         compiled = torch.compile(_private(model), backend=_GuardHooks(backend), dynamic=False)
-        recurrent = any(isinstance(m, nn.RNNBase) for m in model.modules())
-        self._ours = model._compiled_call_impl = _restoring_settings(compiled, recurrent)
+        self._ours = model._compiled_call_impl = _restoring_hook_guards(compiled)
 
     def refresh(self) -> None:
         """Make anew what was prepared of parameters; needed only after a write through `.data`, which torch hides."""
@@ -232,7 +231,7 @@ class _GuardHooks:
     """The back end, with guards on module hooks for what is captured.
 
     Dynamo leaves them out by default, and a hook that is added later would be ignored silently. The setting is read
-    when guards are made, after the back end has returned, so `_restoring_settings` puts it back.
+    when guards are made, after the back end has returned, so `_restoring_hook_guards` puts it back.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -254,29 +253,17 @@ def _is_recurrent(module: fx.GraphModule) -> bool:
     return any(op_class(f"aten.{name}.default") == "rnn" for name in names)
 
 
-def _restoring_settings(call: Callable[..., Any], recurrent: bool) -> Callable[..., Any]:
-    """The call under the Dynamo settings it needs; the user's own are put back after it.
-
-    Args:
-        recurrent: let Dynamo take recurrent layers as one operator, as capture does; else it leaves such a model alone.
-    """
-    config: Any = torch._dynamo.config
-
+def _restoring_hook_guards(call: Callable[..., Any]) -> Callable[..., Any]:
     def patched_call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             # The user's own torch.compile traces through: the model's plain operators are its to compile.
             return call(*args, **kwargs)
-        allowed = config.allow_rnn
-        if recurrent:
-            config.allow_rnn = True
         try:
             return call(*args, **kwargs)
         finally:
-            if recurrent:
-                config.allow_rnn = allowed
             before = _changed.get()
             if before is not None:
-                config.skip_nnmodule_hook_guards = before
+                torch._dynamo.config.skip_nnmodule_hook_guards = before
                 _changed.set(None)
 
     return patched_call

@@ -98,7 +98,8 @@ def capture(workload: Workload) -> Capture:
     if regions:
         warnings.append(f"{regions} activation-checkpointed regions are kept whole; nothing inside them is fused")
     if not graphs and not warnings:
-        warnings.append("the model ran no tensor operation that Dynamo could capture")
+        why = f": {notes.breaks[0].reason}" if notes.breaks else ""
+        warnings.append(f"the model ran no tensor operation that Dynamo could capture{why}")
     return Capture(graphs, tuple(notes.breaks), tuple(warnings))
 
 

@@ -19,9 +19,12 @@ SETTINGS = {
     "suppress_errors": False,
     "recompile_limit": 256,
     "accumulated_recompile_limit": 4096,
-    "allow_rnn": True,
 }
-"""Every shape and number is fixed, all graphs of one call are kept, however many, and a recurrent layer is a node."""
+"""Every shape and number is fixed, and all graphs of one call are kept, however many.
+
+Recurrent layers stay outside of graphs, as Dynamo leaves them unless the user sets `allow_rnn`: on fake tensors they
+are unrolled step by step, which takes seconds a layer for 64 steps, and there is nothing to fuse in them.
+"""
 
 
 @dataclass

@@ -1,6 +1,8 @@
-"""Recurrent layers are captured as one operator each, and what follows them is patched."""
+"""Recurrent layers are one operator each where the user lets Dynamo take them; else they stay with the framework."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -32,6 +34,28 @@ def inputs() -> tuple[Tensor, tuple[Tensor, Tensor]]:
     return torch.randn(3, 5, 8), (torch.zeros(2, 3, 16), torch.zeros(2, 3, 16))
 
 
+@pytest.fixture
+def allowed() -> Iterator[None]:
+    with torch._dynamo.config.patch(allow_rnn=True):
+        yield
+
+
+def test_without_leave_the_reason_is_told():
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.gru(x)[0]
+
+    found = capture(build(Plain(), (torch.randn(5, 2, 8),)))
+    assert not found.graphs
+    (warning,) = found.warnings
+    assert "GRU" in warning
+
+
+@pytest.mark.usefixtures("allowed")
 def test_each_layer_is_one_node_with_its_flops():
     found = capture(build(Recurrent(), inputs()))
     (captured,) = found.graphs
@@ -44,6 +68,7 @@ def test_each_layer_is_one_node_with_its_flops():
     assert not any(draws(n) for n in layers.values())
 
 
+@pytest.mark.usefixtures("allowed")
 @pytest.mark.parametrize(("dropout", "random"), [(0.0, False), (0.5, True)])
 def test_a_layer_draws_only_with_dropout_in_training(dropout, random):
     found = capture(build(Recurrent(dropout), inputs(), mode="training"))
@@ -51,9 +76,9 @@ def test_a_layer_draws_only_with_dropout_in_training(dropout, random):
     assert draws(layer) is random
 
 
+@pytest.mark.usefixtures("allowed")
 @pytest.mark.parametrize("composition", ["eager", "inductor"])
 def test_the_tail_of_a_recurrent_model_is_patched(composition):
     handle = check(Recurrent(), *inputs(), sites=1, composition=composition)
     assert handle.counters.captures == 1
     assert any("unroll" in reason for reason in handle.counters.fallbacks.values()) == (composition == "inductor")
-    assert torch._dynamo.config.allow_rnn is False
