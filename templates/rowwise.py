@@ -68,8 +68,11 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
         found += [(0.5, _config(t, width, t * vector // width, True)) for t in (128, 256)]
     chosen = [c for _, c in sorted(found, key=lambda f: f[0])]
     if columns > 8192 or not chosen:
-        steps = [(512, 2), (1024, 1), (256, 4), (512, 1), (256, 2)]
-        walks = [_config(t, t * vector * k, 1, False) for t, k in steps if t * vector * k < columns]
+        # threads, vectors a step, blocks on a multiprocessor: so many bytes have to be under way
+        steps = [(512, 2, 2), (512, 1, 3), (256, 2, 4), (1024, 1, 1), (512, 2, 1)]
+        if columns % vector:  # rows between vectors need more registers
+            steps = [(512, 1, 2), (1024, 1, 1), (256, 1, 4), (512, 2, 1), (512, 2, 2)]
+        walks = [_config(t, t * vector * k, 1, False) | {"blocks": b} for t, k, b in steps if t * vector * k < columns]
         chosen = walks + chosen if columns > 32768 else chosen[:2] + walks + chosen[2:]
     return chosen
 

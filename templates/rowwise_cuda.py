@@ -65,6 +65,8 @@ class CudaRows(Passes):
             lines += [line for r in self._later(level) for line in self._total(r)]
             known |= {v: self._get(v, f"c{v}[{self.place}]") for v in self.crossing if self.rows.levels[v] == level}
         start = [*flat(self.space.parameters, self.dialect), *self._tiles(), *self.cells.lines()]
+        if blocks := self.config.get("blocks"):
+            start.insert(0, f"T.annotate_min_blocks_per_sm({blocks})")
         return indent([self.launch], 1) + indent([*start, *lines], 2)
 
     def _later(self, level: int) -> list:
