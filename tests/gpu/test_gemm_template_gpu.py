@@ -46,6 +46,14 @@ def table_and_column(x, w, b, p, c):
     return (F.linear(x, w, b) + p) * c
 
 
+def scores(q, k, m):
+    return (q.view(4, 500, 12, 64).transpose(1, 2) @ k.view(4, 500, 12, 64).permute(0, 2, 3, 1)) * 0.125 + m
+
+
+def batched(b, x, w, r):
+    return torch.baddbmm(b, x, w).sigmoid() + r
+
+
 CASES = {
     "several tiles for each block": (tanh_gelu, (4104, 776), (1544, 776), (1544,)),
     "residual": (residual, (4104, 776), (1544, 776), (1544,), (4104, 1544)),
@@ -55,6 +63,9 @@ CASES = {
     "Conv1D": (lambda x, w, b: F.gelu(conv1d(x, w, b)), (3, 700, 776), (776, 1032), (1032,)),
     "position table and column": (table_and_column, (8, 100, 768), (768, 768), (768,), (1, 100, 768), (8, 1, 1)),
     "two results": (before_and_after, (1000, 776), (520, 776), (520,)),
+    "heads side by side, and a mask": (scores, (4, 500, 768), (4, 500, 768), (4, 1, 1, 500)),
+    "batch, tails everywhere, residual": (batched, (6, 1, 1544), (6, 1000, 776), (6, 776, 1544), (6, 1000, 1544)),
+    "one weight for a batch of strided rows": (lambda x, w: F.relu(x.transpose(0, 1) @ w), (300, 5, 264), (264, 520)),
     "gated": (gated, (2100, 776), (1032, 776), (1032, 776)),
 }
 
