@@ -193,7 +193,10 @@ def _warm(name: str, workload: Workload, model: Any) -> Way:
 
 
 def _peak_bytes(step: Callable[[], Any], device: str) -> int | None:
-    """Most memory one step holds beyond what is held before it. A CUDA graph's own pool is held all the time."""
+    """Most memory one step holds beyond what is held before it; None where that isn't known.
+
+    A step that takes none replays a CUDA graph, whose pool is held all the time and shared with other graphs.
+    """
     if not device.startswith("cuda"):
         return None
     _synchronize(device)
@@ -201,7 +204,7 @@ def _peak_bytes(step: Callable[[], Any], device: str) -> int | None:
     before = torch.cuda.memory_allocated(device)
     step()
     _synchronize(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    return (torch.cuda.max_memory_allocated(device) - before) or None
 
 
 def _untouched(workload: Workload) -> AbstractContextManager[None]:

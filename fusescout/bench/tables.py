@@ -198,12 +198,12 @@ def _model(row: ModelRow) -> list[str]:
 
 
 def _model_facts(row: ModelRow) -> list[str]:
-    memory = [w.peak_bytes for w in (row.way("eager"), row.way(row.patched)) if w and w.peak_bytes is not None]
+    memory = [w.peak_bytes if w else None for w in (row.way("eager"), row.way(row.patched))]
     accepted = ", ".join(f"{family} {sites}" for family, sites in row.accepted.items())
     checked = "" if row.verified or not row.patched else " Not verified."
     return [
         _title(row),
-        " / ".join(n.nbytes(b) for b in memory) or n.NOTHING,
+        " / ".join(n.NOTHING if b is None else n.nbytes(b) for b in memory),
         f"{row.analysis_s:.0f} / {row.compile_s:.0f}",
         n.percent(row.coverage),
         f"{row.raced} / {row.rejected}",

@@ -141,4 +141,3 @@ def _for_real() -> Iterator[None]:
     """Out of the tracer's world of fake tensors."""
     with tracing(None), _disable_current_modes(), torch.no_grad():
         yield
-
