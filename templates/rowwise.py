@@ -6,9 +6,12 @@ by side in memory, as channels do, a block takes many and reads across them. On 
 own, with 32 partial results side by side, so that the compiler vectorises sums without being allowed to reorder them.
 """
 
+import math
+
 from fusescout.templates.body import signature
 from fusescout.templates.dialect import Dialect
 from fusescout.templates.dialect import dialect_for
+from fusescout.templates.expansions import PICK
 from fusescout.templates.expression import compute_dtype
 from fusescout.templates.operators import Unsupported
 from fusescout.templates.rows import Rows
@@ -18,6 +21,7 @@ from fusescout.templates.rowwise_cuda import CudaRows
 from fusescout.templates.rowwise_cuda import runs_across
 from fusescout.templates.rowwise_passes import crossing
 from fusescout.templates.source import build
+from fusescout.templates.space import even_runs
 
 from fusescout.device import Device
 from fusescout.ir import DTYPE_BYTES
@@ -86,17 +90,23 @@ def _across(stage: Rows, vector: int) -> list:
 
     With a `vector` each thread takes so many neighbouring rows, else one: wide loads against few values per reduction.
     """
-    found = []
-    for threads, rows in ((256, 64), (128, 64), (256, 32), (512, 64), (256, 128), (128, 32), (512, 128), (1024, 128)):
+    space, found = stage.space, []
+    cut = len(space.sizes) - space.depth
+    wide = [o.strides[:cut] for o in space.operands if not space.per_row(o)]
+    side_by_side = math.prod(space.sizes[k] for k in even_runs(space.sizes[:cut], wide)[-1])
+    # what is read per row decides which threads have it
+    free = not any(space.per_row(o) for o in space.inputs) and not any(op.name == PICK for op in stage.graph.ops)
+    blocks = ((256, 64), (128, 64), (256, 32), (512, 64), (256, 128), (128, 32), (128, 16), (512, 128), (1024, 128))
+    for threads, rows in blocks:
         if rows > 2 * stage.rows:
             continue
-        for wide in (vector, 1):
-            least = max(1, threads * wide // rows)
+        for taken in (vector, 1) if free and side_by_side % rows == 0 else (1,):
+            least = max(1, threads * taken // rows)
             width = least * -(-stage.columns // least)
-            whole = width / least * wide <= 64
+            whole = width / least * taken <= 64
             width = width if whole else 4 * least
-            cost = (width / stage.columns if whole else 4) * (1 if wide > 1 else 1.25)
-            found.append((cost, _config(threads, width, rows, True) | {"vector": wide}))
+            cost = (width / stage.columns if whole else 4) * (1 if taken > 1 else 1.25)
+            found.append((cost, _config(threads, width, rows, True) | {"vector": taken}))
     return [c for _, c in sorted(found, key=lambda f: f[0])]
 
 

@@ -96,7 +96,7 @@ class Space:
 
     def collapsed(self) -> "Space":
         """The same space with neighbouring dimensions merged where all operands allow it."""
-        groups = _groups(self.sizes, [o.strides for o in self.operands])
+        groups = even_runs(self.sizes, [o.strides for o in self.operands])
         sizes = tuple(math.prod(self.sizes[k] for k in g) for g in groups)
 
         def merged(o: Operand) -> Operand:
@@ -148,7 +148,7 @@ def _shifted(address: str, offset: int) -> str:
 
 def address(position: str, sizes: tuple, strides: tuple) -> str:
     """Text of an element's offset, from the text of its flat position in a space of `sizes`."""
-    groups = _groups(sizes, [strides])
+    groups = even_runs(sizes, [strides])
     terms = []
     inner = math.prod(sizes)
     for count, group in enumerate(groups):
@@ -162,7 +162,7 @@ def address(position: str, sizes: tuple, strides: tuple) -> str:
     return " + ".join(terms) or "0"
 
 
-def _groups(sizes: tuple, strides: list) -> list:
+def even_runs(sizes: tuple, strides: list) -> list:
     """Runs of neighbouring dimensions that every set of strides walks evenly."""
     groups: list = []
     for k in range(len(sizes)):
