@@ -50,8 +50,8 @@ from fusescout.session import EndToEnd
 from fusescout.session import Environment
 from fusescout.session import Session
 from fusescout.tune import RaceResult
-from fusescout.tune import is_stored
 from fusescout.tune import race
+from fusescout.tune import stored_race
 from fusescout.workerpool import Spare
 from fusescout.workload import Workload
 
@@ -187,11 +187,16 @@ def _race_all(
     spare: Spare,
 ) -> dict[str, RaceResult]:
     races: dict[str, RaceResult] = {}
-    unknown = [c.subgraph for c in ranking.candidates if not is_stored(c.subgraph, device, config)]
+    known = {c.id: stored_race(c.subgraph, device, config) for c in ranking.candidates}
+    unknown = [c.subgraph for c in ranking.candidates if known[c.id] is None]
     ahead = compiling_ahead(unknown, device, config)
     with tempfile.TemporaryDirectory(prefix="fusescout-") as scratch, ahead:
         for number, candidate in enumerate(ranking.candidates):
             on_event("race", number, len(ranking.candidates), " ".join(candidate.subgraph.chain))
+            stored = known[candidate.id]
+            if stored and not decide(candidate, stored.contenders, stored.samples, config.threshold).accepted:
+                races[candidate.id] = _keep(stored, folder / "kernels" / candidate.id) if folder else stored
+                continue  # nothing would be replaced, so there is nothing to verify again
             site = candidate.sites[0]
             graph = next(g for g in captured.graphs if g.index == site.graph)
             values = activations.record(graph, set(candidate.inputs))

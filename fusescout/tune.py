@@ -245,10 +245,7 @@ def _reuse(cache: Cache, key: Key, bench: Bench) -> RaceResult | None:
     raw = cache.get(key)
     if raw is None:
         return None
-    try:
-        stored = RaceResult.from_json(raw)
-    except (ValueError, KeyError, TypeError):
-        stored = RaceResult(())
+    stored = _read(raw) or RaceResult(())
     winner = stored.fastest
     if winner is not None and winner.name == "eager":
         return stored  # nothing would be replaced, so there is nothing to verify
@@ -258,14 +255,22 @@ def _reuse(cache: Cache, key: Key, bench: Bench) -> RaceResult | None:
     return None
 
 
-def is_stored(subgraph: Subgraph, device: Device, config: Config) -> bool:
-    """Whether an earlier run's result would be re-used, if its winner still verifies."""
+def stored_race(subgraph: Subgraph, device: Device, config: Config) -> RaceResult | None:
+    """What an earlier run found, not verified anew: good for chains that stay with the framework."""
     from fusescout import numerics
 
     if not config.use_cache:
-        return False
-    key = race_key(subgraph, device, config, numerics.current(), NAMES, gradients=False)
-    return Cache(config.cache_dir).get(key) is not None
+        return None
+    raw = Cache(config.cache_dir).get(race_key(subgraph, device, config, numerics.current(), NAMES, gradients=False))
+    return _read(raw) if raw is not None else None
+
+
+def _read(raw: Mapping[str, Any]) -> RaceResult | None:
+    """A stored result, or None for a damaged one."""
+    try:
+        return RaceResult.from_json(raw)
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def race_key(
