@@ -23,7 +23,7 @@ from fusescout.candidates import rank
 from fusescout.capture import Capture
 from fusescout.capture import activations
 from fusescout.capture import capture
-from fusescout.ceilings import best_seen
+from fusescout.ceilings import ceilings
 from fusescout.config import Config
 from fusescout.contenders import all_contenders
 from fusescout.decide import Decision
@@ -43,7 +43,6 @@ from fusescout.numerics import tf32
 from fusescout.plan import Entry
 from fusescout.plan import Plan
 from fusescout.prefetch import compiling_ahead
-from fusescout.probe import measure_device
 from fusescout.profiling import profile
 from fusescout.session import CandidateResult
 from fusescout.session import EndToEnd
@@ -107,7 +106,7 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
             spare.settle()  # what is measured next must have the cores to itself
     on_event("device", 0, 0, "measuring its ceilings")
     with clock.stage("device"):
-        device = best_seen(measure_device(kind, (workload.dtype,)), config.cache_dir)
+        device = ceilings(kind, (workload.dtype,), config.cache_dir)
     on_event("profile", 0, 0, f"{len(captured.graphs)} graphs")
     with clock.stage("profile"):
         trace = folder / "trace.json.gz" if folder else None

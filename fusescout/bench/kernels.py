@@ -31,7 +31,7 @@ from fusescout.candidates import lower_bound
 from fusescout.capture import CapturedGraph
 from fusescout.capture import activations
 from fusescout.capture import capture
-from fusescout.ceilings import best_seen
+from fusescout.ceilings import ceilings
 from fusescout.config import Config
 from fusescout.contenders import contender_named
 from fusescout.device import Device
@@ -42,7 +42,6 @@ from fusescout.inputs import save
 from fusescout.ir import Graph
 from fusescout.ir import Subgraph
 from fusescout.prefetch import compiling_ahead
-from fusescout.probe import measure_device
 from fusescout.regions import GEMMS
 from fusescout.regions import find_regions
 from fusescout.session import Interval
@@ -92,7 +91,7 @@ def run(
     """
     start = time.perf_counter()
     on_event("device", 0, 0, "measuring its ceilings")
-    device = best_seen(measure_device(kind, tuple(dict.fromkeys((dtype, "float32")))), config.cache_dir)
+    device = ceilings(kind, tuple(dict.fromkeys((dtype, "float32"))), config.cache_dir)
     bench = KernelBench(environment=describe(device), settings=_settings(config, dtype, kind))
     config = config.model_copy(update={"use_cache": False})
     on_event("capture", 0, len(cases), "cutting the chains")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from fusescout.ceilings import best_seen
+from fusescout.ceilings import ceilings
 from fusescout.device import Device
 
 DEVICE = Device("cpu", "a chip", "x86_64", 2, copy_bytes_per_s=10e9, flops_per_s={"float32": 2e11}, launch_us=2.0)
@@ -20,6 +23,7 @@ def test_the_best_of_all_measurements_is_kept(tmp_path: Path) -> None:
     better = replace(DEVICE, flops_per_s={"float32": 3e11, "bfloat16": 4e11})
     assert best_seen(better, tmp_path) == better
     assert best_seen(noisy, tmp_path) == replace(DEVICE, flops_per_s={"float32": 3e11})
+    assert best_seen(noisy, tmp_path, "TF32") == noisy
     assert best_seen(replace(noisy, flops_per_s={"bfloat16": 1.0}), tmp_path).flops_per_s == {"bfloat16": 4e11}
 
 
@@ -42,3 +46,22 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, text: str) -> None:
 def test_a_folder_that_can_not_be_written_costs_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert best_seen(DEVICE, tmp_path / "file") == DEVICE
+
+
+def test_three_measurements_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = ModuleType("torch")
+    torch.get_float32_matmul_precision = lambda: "highest"
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    taken: list[tuple[str, ...]] = []
+
+    def measure(kind: str, dtypes: tuple[str, ...]) -> Device:
+        taken.append(dtypes)
+        return replace(DEVICE, flops_per_s=dict.fromkeys(dtypes, 1e11 * len(taken)))
+
+    monkeypatch.setattr("fusescout.ceilings.measure_device", measure)
+    monkeypatch.setattr("fusescout.ceilings.describe_device", lambda kind: Device("cpu", "a chip", "x86_64", 2))
+    found = [ceilings("cpu", ("float32",), tmp_path) for _ in range(5)]
+    assert [d.flops_per_s["float32"] for d in found] == [1e11, 2e11, 3e11, 3e11, 3e11]
+    assert found[-1] == found[2]
+    assert ceilings("cpu", ("bfloat16",), tmp_path).flops_per_s == {"bfloat16": 4e11}
+    assert len(taken) == 4
