@@ -6,22 +6,17 @@ time. It prints nothing: `on_event` hears of progress.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import field
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fusescout.candidates import Candidate
-from fusescout.candidates import Ranking
 from fusescout.candidates import rank
-from fusescout.capture import Capture
-from fusescout.capture import activations
 from fusescout.capture import capture
 from fusescout.ceilings import ceilings
 from fusescout.config import Config
@@ -30,29 +25,30 @@ from fusescout.decide import Decision
 from fusescout.decide import decide
 from fusescout.decide import select
 from fusescout.device import Device
+from fusescout.endtoend import BUDGET_S
 from fusescout.endtoend import SAMPLE_S
 from fusescout.endtoend import OnEvent
 from fusescout.endtoend import compare
 from fusescout.endtoend import compositions
 from fusescout.environment import describe
 from fusescout.graph import OpGraph
-from fusescout.inputs import save
 from fusescout.ir import Subgraph
 from fusescout.layout import choose
 from fusescout.numerics import tf32
 from fusescout.plan import Entry
 from fusescout.plan import Plan
-from fusescout.prefetch import compiling_ahead
 from fusescout.profiling import profile
+from fusescout.races import race_all
 from fusescout.session import CandidateResult
 from fusescout.session import EndToEnd
 from fusescout.session import Environment
 from fusescout.session import Session
 from fusescout.tune import RaceResult
-from fusescout.tune import race
-from fusescout.tune import stored_race
 from fusescout.workerpool import Spare
 from fusescout.workload import Workload
+
+SHARE_OF_RACES, MAX_BUDGET_S = 0.25, 15.0
+"""After races that took long, the whole model may be measured longer than `BUDGET_S` too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +125,7 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
             config.top,
         )
     with clock.stage("race"):
-        races = _race_all(ranking, captured, device, config, on_event, folder, spare)
+        races = race_all(ranking.candidates, captured, device, config, on_event, folder, spare)
     decisions = {
         c.id: decide(c, races[c.id].contenders, races[c.id].samples, config.threshold) for c in ranking.candidates
     }
@@ -140,8 +136,9 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
         ).model_copy(update={"memory_format": layout.memory_format, "constant_masks": captured.constant_masks > 0})
         for c in (False, True)
     ]
+    budget_s = min(max(BUDGET_S, clock.seconds["race"] * SHARE_OF_RACES), MAX_BUDGET_S)
     with clock.stage("end to end"):
-        verdict, plan = compare(workload, plans[0], config, on_event, compiled=plans[1])
+        verdict, plan = compare(workload, plans[0], config, on_event, plans[1], budget_s)
     session = Session(
         verdict=verdict.verdict,
         environment=environment,
@@ -174,60 +171,6 @@ def _refusal(device: Device, config: Config) -> Any:
         return " ".join(reasons)
 
     return refusal
-
-
-def _race_all(
-    ranking: Ranking,
-    captured: Capture,
-    device: Device,
-    config: Config,
-    on_event: OnEvent,
-    folder: Path | None,
-    spare: Spare,
-) -> dict[str, RaceResult]:
-    races: dict[str, RaceResult] = {}
-    known = {c.id: stored_race(c.subgraph, device, config) for c in ranking.candidates}
-    unknown = [c.subgraph for c in ranking.candidates if known[c.id] is None]
-    ahead = compiling_ahead(unknown, device, config)
-    with tempfile.TemporaryDirectory(prefix="fusescout-") as scratch, ahead:
-        for number, candidate in enumerate(ranking.candidates):
-            on_event("race", number, len(ranking.candidates), " ".join(candidate.subgraph.chain))
-            stored = known[candidate.id]
-            if stored and not decide(candidate, stored.contenders, stored.samples, config.threshold).accepted:
-                races[candidate.id] = _keep(stored, folder / "kernels" / candidate.id) if folder else stored
-                continue  # nothing would be replaced, so there is nothing to verify again
-            site = candidate.sites[0]
-            graph = next(g for g in captured.graphs if g.index == site.graph)
-            values = activations.record(graph, set(candidate.inputs))
-            inputs = Path(scratch) / f"{candidate.id}.pt"
-            save(inputs, [values[name] for name in candidate.inputs])
-            del values
-            raced = race(
-                candidate.subgraph,
-                inputs,
-                device,
-                config.model_copy(update={"jobs": 1}),  # the kernels are being compiled already
-                spare=spare,
-                on_event=lambda _s, _d, _t, text, n=number: on_event("race", n, len(ranking.candidates), text),  # type: ignore[misc]
-            )
-            races[candidate.id] = _keep(raced, folder / "kernels" / candidate.id) if folder else raced
-            inputs.unlink()
-    return races
-
-
-def _keep(raced: RaceResult, folder: Path) -> RaceResult:
-    """Write each contender's generated source and its stand-alone script, and note the script's path."""
-    results = []
-    for result in raced.contenders:
-        for suffix, texts in (("repro.py", raced.scripts), ("source.txt", raced.sources)):
-            if text := texts.get(result.name):
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / f"{result.name}.{suffix}").write_text(text, encoding="utf-8")
-        has_script = bool(raced.scripts.get(result.name))
-        results.append(
-            result.model_copy(update={"repro": str(folder / f"{result.name}.repro.py")}) if has_script else result
-        )
-    return replace(raced, contenders=tuple(results))
 
 
 def _plan(

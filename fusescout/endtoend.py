@@ -49,10 +49,17 @@ class Way:
     composition: Composition | None = None
     peak_bytes: int | None = None
     note: str = ""
+    step_s: float = 0.0
+    """What one warm step took, roughly."""
 
 
 def compare(
-    workload: Workload, plan: Plan, config: Config, on_event: OnEvent, compiled: Plan | None = None
+    workload: Workload,
+    plan: Plan,
+    config: Config,
+    on_event: OnEvent,
+    compiled: Plan | None = None,
+    budget_s: float = BUDGET_S,
 ) -> tuple[EndToEnd, Plan]:
     """Measure a plan on the whole model, and drop what fails there.
 
@@ -62,6 +69,7 @@ def compare(
         config: settings; `compose` says which ways to run the rest are tried.
         on_event: hears of progress.
         compiled: what to replace where Inductor runs the rest; the same plan by default.
+        budget_s: seconds from which no further round begins, once there are a few.
 
     Returns:
         The verdict, and the plan that it holds for: entries that break the model are dropped by bisection, and the
@@ -75,7 +83,7 @@ def compare(
         for composition in compositions(config, workload):
             bench.add_patched(plan if composition == "eager" or compiled is None else compiled, composition)
         with _untouched(workload):
-            samples = measure(bench.ways, config.rounds, workload.device, on_event)
+            samples = measure(bench.ways, config.rounds, workload.device, on_event, budget_s)
         return _conclude(plan, bench.ways, bench.failed, samples, judge, bench.dropped, config)
 
 
@@ -86,8 +94,9 @@ class _Bench:
         self.workload, self.config, self.judge, self.on_event = workload, config, judge, on_event
         step = _stepper(workload)
         with _untouched(workload):
-            peak_bytes = _peak_bytes(step, workload.device)
-        self.ways = [Way(name, workload.model, step, 0.0, peak_bytes=peak_bytes) for name in ("eager", "eager again")]
+            step_s, peak_bytes = _seconds(step, workload.device), _peak_bytes(step, workload.device)
+        eager = Way("eager", workload.model, step, 0.0, peak_bytes=peak_bytes, step_s=step_s)
+        self.ways = [eager, replace(eager, name="eager again")]
         self.failed: list[Rival] = []
         self.dropped: list[str] = []
 
@@ -187,9 +196,16 @@ def _warm(name: str, workload: Workload, model: Any) -> Way:
         step()
         _synchronize(workload.device)
         compile_s = time.perf_counter() - start
-        step()
-        peak_bytes = _peak_bytes(step, workload.device)
-    return Way(name, model, step, compile_s, peak_bytes=peak_bytes)
+        step_s, peak_bytes = _seconds(step, workload.device), _peak_bytes(step, workload.device)
+    return Way(name, model, step, compile_s, peak_bytes=peak_bytes, step_s=step_s)
+
+
+def _seconds(step: Callable[[], Any], device: str) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    step()
+    _synchronize(device)
+    return time.perf_counter() - start
 
 
 def _peak_bytes(step: Callable[[], Any], device: str) -> int | None:
@@ -236,19 +252,15 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def measure(ways: list[Way], rounds: int, device: str, on_event: OnEvent) -> dict[str, list[float]]:
+def measure(
+    ways: list[Way], rounds: int, device: str, on_event: OnEvent, budget_s: float = BUDGET_S
+) -> dict[str, list[float]]:
     """Interleaved samples of every way, in µs a call: each round runs all of them, every second round backwards."""
-    repeats = {}
-    for way in ways:
-        _synchronize(device)
-        start = time.perf_counter()
-        way.step()
-        _synchronize(device)
-        repeats[way.name] = max(1, round(SAMPLE_S / max(time.perf_counter() - start, 1e-6)))
+    repeats = {way.name: max(1, round(SAMPLE_S / max(way.step_s, 1e-6))) for way in ways}
     samples: dict[str, list[float]] = {way.name: [] for way in ways}
     begin = time.perf_counter()
     for number in range(rounds):
-        if number >= ENOUGH_ROUNDS and time.perf_counter() - begin > BUDGET_S:
+        if number >= ENOUGH_ROUNDS and time.perf_counter() - begin > budget_s:
             break
         on_event("end to end", number, rounds, "measuring")
         for way in ways if number % 2 == 0 else reversed(ways):

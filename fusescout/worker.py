@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import IO
 from typing import Any
@@ -30,7 +32,6 @@ from fusescout.contenders.base import Contender
 from fusescout.device import Device
 from fusescout.errors import ContenderFailed
 from fusescout.ir import Subgraph
-from fusescout.registry import load
 
 
 class Refused(Exception):
@@ -263,7 +264,8 @@ def main() -> None:
     if os.getpgid(0) == os.getpid():
         threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
     all_contenders(())  # imports take seconds: a worker that was started ahead does them before it is asked
-    load([])
+    with suppress(ImportError):  # the contender that needs it says so, with the reason
+        import_module("tilelang")
     serve(requests, answers)
     sys.stderr.flush()
     os._exit(0)  # atexit hooks of a broken CUDA context can hang

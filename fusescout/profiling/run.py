@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 WARM_UP = 3
 MAX_SAMPLES = 100
 SAMPLE_SECONDS = 1.0
+SLOW_S, FEW_RUNS = 0.1, 3
+"""Of a step that takes longer, fewer runs are recorded: they scatter less than a fast one's."""
 IDLE_SHARE = 0.2
 """A GPU that is idle for more of the step than this, mostly waiting for launches, is host-bound."""
 NO_RECORDS = "torch.profiler gave no GPU records, twice: nodes are timed by CUDA events, and what else runs isn't seen."
@@ -51,8 +53,12 @@ def run(workload: Workload, capture: Capture, runs: int, trace_path: Path | None
     runs = max(runs, 1)
     with protected(workload.model):
         for _ in range(WARM_UP):
+            start = time.perf_counter()
             _prepare(workload)()
-        synchronize(workload.device)
+            synchronize(workload.device)
+            warm_s = time.perf_counter() - start
+        if warm_s > SLOW_S:
+            runs = min(runs, FEW_RUNS)
         replay = Replay(capture.graphs, workload.model, workload.mode == "training")
         warnings = replay.drop_failing()
         synchronize(workload.device)

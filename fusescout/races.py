@@ -1,0 +1,111 @@
+"""The races of all candidates: which are run, which are known from an earlier run, which of those are proved again."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from fusescout.candidates import Candidate
+from fusescout.capture import Capture
+from fusescout.capture import activations
+from fusescout.config import Config
+from fusescout.decide import decide
+from fusescout.decide import select
+from fusescout.device import Device
+from fusescout.endtoend import OnEvent
+from fusescout.inputs import save
+from fusescout.prefetch import compiling_ahead
+from fusescout.tune import RaceResult
+from fusescout.tune import race
+from fusescout.tune import stored_race
+from fusescout.workerpool import Spare
+
+
+def race_all(
+    candidates: Sequence[Candidate],
+    captured: Capture,
+    device: Device,
+    config: Config,
+    on_event: OnEvent,
+    folder: Path | None,
+    spare: Spare,
+) -> dict[str, RaceResult]:
+    """Race every candidate, by id; a stored result stands if its winner would not be patched, or verifies again here.
+
+    Args:
+        candidates: best first.
+        captured: gives the inputs each chain has in the model.
+        device: where it all runs.
+        config: all settings.
+        on_event: hears of progress.
+        folder: where generated sources and repro scripts are kept; None keeps none.
+        spare: lends the worker.
+    """
+    known = {c.id: stored_race(c.subgraph, device, config) for c in candidates}
+    settled = _settled(candidates, known, config)
+    unknown = [c.subgraph for c in candidates if known[c.id] is None]
+    races: dict[str, RaceResult] = {}
+    with tempfile.TemporaryDirectory(prefix="fusescout-") as scratch, compiling_ahead(unknown, device, config):
+        for number, candidate in enumerate(candidates):
+            on_event("race", number, len(candidates), " ".join(candidate.subgraph.chain))
+            raced = settled.get(candidate.id)
+            if raced is None:
+                inputs = Path(scratch) / f"{candidate.id}.pt"
+                _save_inputs(candidate, captured, inputs)
+                raced = race(
+                    candidate.subgraph,
+                    inputs,
+                    device,
+                    config.model_copy(update={"jobs": 1}),  # the kernels are being compiled already
+                    spare=spare,
+                    on_event=lambda _s, _d, _t, text, n=number: on_event("race", n, len(candidates), text),  # type: ignore[misc]
+                )
+                inputs.unlink()
+            races[candidate.id] = _keep(raced, folder / "kernels" / candidate.id) if folder else raced
+    return races
+
+
+def _settled(
+    candidates: Sequence[Candidate], known: Mapping[str, RaceResult | None], config: Config
+) -> dict[str, RaceResult]:
+    """Stored results whose winner will not be patched: there is nothing to verify again.
+
+    Which chains are patched is decided among all of them, so a chain that another one covers is settled only where
+    everything is known.
+    """
+    stored = {name: r for name, r in known.items() if r is not None}
+    decisions = {
+        c.id: decide(c, stored[c.id].contenders, stored[c.id].samples, config.threshold)
+        for c in candidates
+        if c.id in stored
+    }
+    if len(stored) == len(candidates):
+        patched = {c.id for way in (False, True) for c, _ in select(candidates, decisions, compiled=way)}
+    else:
+        patched = {name for name, decision in decisions.items() if decision.accepted}
+    return {name: r for name, r in stored.items() if name not in patched}
+
+
+def _save_inputs(candidate: Candidate, captured: Capture, path: Path) -> None:
+    """The inputs of the candidate's first site, as its model has them."""
+    graph = next(g for g in captured.graphs if g.index == candidate.sites[0].graph)
+    values = activations.record(graph, set(candidate.inputs))
+    save(path, [values[name] for name in candidate.inputs])
+
+
+def _keep(raced: RaceResult, folder: Path) -> RaceResult:
+    """Write each contender's generated source and its stand-alone script, and note the script's path."""
+    results = []
+    for result in raced.contenders:
+        for suffix, texts in (("repro.py", raced.scripts), ("source.txt", raced.sources)):
+            if text := texts.get(result.name):
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / f"{result.name}.{suffix}").write_text(text, encoding="utf-8")
+        has_script = bool(raced.scripts.get(result.name))
+        results.append(
+            result.model_copy(update={"repro": str(folder / f"{result.name}.repro.py")}) if has_script else result
+        )
+    return replace(raced, contenders=tuple(results))
