@@ -28,8 +28,9 @@ from fusescout.ir import substitute
 
 Runner = Callable[[Sequence[Any]], tuple[Any, ...]]
 Marks = tuple[tuple[int, int, int], ...]
-KEPT = 40
-"""Sets of sources that `Parts` keeps values of: a race times a chain on up to 32 copies of its inputs."""
+KEPT, KEPT_BYTES = 40, 2 << 30
+"""Sets of sources that `Parts` keeps values of: a race times a chain on up to 32 copies of its inputs, if these are
+small. Of large ones it keeps what fits, and always the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +137,12 @@ class Parts:
         values = self.prepare(sources)
         if key is not None and not _capturing(sources):
             self._known[key] = (sources, values)
-            if len(self._known) > KEPT:
+            while len(self._known) > 1 and (len(self._known) > KEPT or self._bytes() > KEPT_BYTES):
                 self._known.popitem(last=False)
         return values
+
+    def _bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for kept in self._known.values() for part in kept for t in part)
 
 
 def _capturing(tensors: Sequence[Any]) -> bool:

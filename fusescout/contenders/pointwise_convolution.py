@@ -47,11 +47,14 @@ class Product:
             None if new == old else (new.shape, new.stride)
             for old, new in zip(self.steady.inputs, self.gemm.inputs, strict=True)
         ]
-        back = [(spec.shape, spec.stride) for spec in self.steady.output_specs]
+        back = [
+            None if new == old else (old.shape, old.stride)
+            for old, new in zip(self.steady.output_specs, self.gemm.output_specs, strict=True)
+        ]
 
         def call(inputs: Sequence[Any]) -> tuple[Any, ...]:
             turned = [t if v is None else t.as_strided(*v) for t, v in zip(inputs, forth, strict=True)]
-            return tuple(o.as_strided(*v) for o, v in zip(run(turned), back, strict=True))
+            return tuple(o if v is None else o.as_strided(*v) for o, v in zip(run(turned), back, strict=True))
 
         return call
 

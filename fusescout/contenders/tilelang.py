@@ -12,6 +12,7 @@ from typing import Any
 
 from platformdirs import user_cache_dir
 
+from fusescout.constants import Split
 from fusescout.contenders.base import Built
 from fusescout.contenders.base import Upkeep
 from fusescout.contenders.binding import runner
@@ -64,8 +65,10 @@ class TileLang:
         for name, template in self.registry.templates.items():
             reason = template.supports(graph, device)
             if reason is None:
-                configs = template.configs(graph, device)[: EFFORT.get(effort)]
-                searches.append([{"template": name, **config} for config in configs])
+                found: list[Mapping[str, Any]] = [{"template": name, **c} for c in template.configs(graph, device)]
+                if product:  # it has a way of its own to prepare constants
+                    found = [variant for variant in found if self._split(graph, variant) is None]
+                searches.append(found[: EFFORT.get(effort)])
             else:
                 (reasons if _is_meant(template.FAMILY, graph) else beside).append(f"{name}: {reason.rstrip('.')}")
         if not searches:
@@ -77,7 +80,7 @@ class TileLang:
     def build(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> Built:
         """Generate and compile one variant."""
         start = time.perf_counter()
-        product = _product(graph)
+        product = self._product(graph, variant)
         if isinstance(product, str):
             raise ContenderFailed(f"There is no template for this convolution, and {product}.")
         graph = product.gemm if product else graph
@@ -95,7 +98,7 @@ class TileLang:
         return prepared(product.split, run, kernel.source, compile_s)
 
     def kernel(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> Kernel:
-        """The kernel of a variant, not yet compiled.
+        """The kernel of a variant, not yet compiled; one that prepares constants is of the steady part.
 
         Raises:
             ContenderFailed: the template is gone or raised.
@@ -115,17 +118,33 @@ class TileLang:
         import tilelang
 
         lines = len(self.registry.source(variant["template"]).splitlines())
-        return Upkeep(lines, (f"tilelang {tilelang.__version__} (pre-1.0)",), ("cuda", "cpu"))
+        rests_on = [f"tilelang {tilelang.__version__} (pre-1.0)"]
+        if split := self._split(graph, variant):
+            nbytes = sum(spec.nbytes for spec in split.prepare.output_specs)
+            rests_on.append(f"{nbytes / (1 << 20):.3g} MiB for prepared weights")
+        return Upkeep(lines, tuple(rests_on), ("cuda", "cpu"))
 
     def repro(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> str:
         """A script with the generated TileLang source; on the CPU with the C++ made from it."""
-        product = _product(graph)
+        product = self._product(graph, variant)
         inner = product.gemm if isinstance(product, Product) else graph
         kernel = self.kernel(inner, variant, device)
         code = _repro_cpu(inner, kernel) if device.kind == "cpu" else _repro_cuda(inner, kernel, device)
         if isinstance(product, Product):
             code += product.source("contender")
         return script(graph, device, f"tilelang {variant['template']}", code)
+
+    def _product(self, graph: Subgraph, variant: Mapping[str, Any]) -> Product | str | None:
+        """A chain that a variant sees otherwise: as a matrix product, or with prepared constants."""
+        split = self._split(graph, variant)
+        return Product(split, split.steady, split.steady) if split else _product(graph)
+
+    def _split(self, graph: Subgraph, variant: Mapping[str, Any]) -> Split | None:
+        """What a variant's template wants prepared."""
+        split: Callable[..., Split | None] | None = getattr(
+            self.registry.templates.get(variant["template"]), "prepared", None
+        )
+        return split(graph, variant) if split else None
 
     def _compile(self, kernel: Kernel, device: Device) -> Callable[..., None]:
         if device.kind == "cpu":
