@@ -28,6 +28,8 @@ MIN_SHARE = 0.005
 """A chain whose largest possible gain is below this share of the step isn't raced: it is less than the noise floor."""
 ONE_OP_SLACK = 1.5
 """A single operator is a candidate only if it takes this many times its physical bound: else one kernel is right."""
+SPLIT_PRODUCTS = 6
+"""bfloat16 products that make one as exact as float32 arithmetic: of three addends a factor the six larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,11 @@ def rank(
     covered: set[tuple[int, str]] = set()
     for graph in graphs:
         for region in find_regions(graph):
-            covered |= {(graph.index, name) for name in region.nodes}
             subgraph, inputs = graph.subgraph(region.nodes)
             group = (region.family, subgraph.key)
+            if group not in cut and _is_the_librarys(region.family, subgraph, device, refusal):
+                continue
+            covered |= {(graph.index, name) for name in region.nodes}
             groups[group].append((region, graph))
             cut.setdefault(group, (subgraph, inputs))
 
@@ -108,6 +112,16 @@ def rank(
     return Ranking(tuple(candidates[:top]), tuple(rejections))
 
 
+def _is_the_librarys(
+    family: str, subgraph: Subgraph, device: Device, refusal: Callable[[str, Subgraph], str | None]
+) -> bool:
+    """A float32 product alone, on a device that has no other way to compute it."""
+    alone = [op for op in subgraph.ops if op_class(op.target) != "view"]
+    if len(alone) != 1 or alone[0].name not in GEMMS or subgraph.output_specs[0].dtype != "float32":
+        return False
+    return device.kind != "cuda" or refusal(family, subgraph) is not None
+
+
 def _disjoint(members: list[tuple[Region, Graph]]) -> list[tuple[Region, Graph]]:
     used: set[tuple[int, str]] = set()
     kept = []
@@ -122,6 +136,10 @@ def _disjoint(members: list[tuple[Region, Graph]]) -> list[tuple[Region, Graph]]
 def lower_bound(subgraph: Subgraph, device: Device, seen_us: float = math.inf) -> tuple[float, float, float]:
     """(µs no kernel can go below, FLOPs, bytes that must cross memory) of one execution.
 
+    A float32 product on CUDA is bound by the faster of two rates: that of the library's, and a sixth of bfloat16's,
+    since three bfloat16 numbers hold a float32 and six of their nine products are as exact as float32 arithmetic
+    (`SPLIT_PRODUCTS`; on an H200 the second is the faster one, more than twice).
+
     Args:
         seen_us: what it took the framework. If that is less than the FLOPs allow, they are not what it computes
             (cuDNN takes TF32 for float32, Winograd halves the products), and only the bytes bound it.
@@ -132,7 +150,10 @@ def lower_bound(subgraph: Subgraph, device: Device, seen_us: float = math.inf) -
     compute_s = 0.0
     if heavy:
         dtype = next((s.dtype for s in subgraph.output_specs), "float32")
-        rate = device.flops_per_s.get(dtype) or max(device.flops_per_s.values(), default=0.0)
+        rates = device.flops_per_s
+        rate = rates.get(dtype) or max(rates.values(), default=0.0)
+        if dtype == "float32" and device.kind == "cuda":
+            rate = max(rate, rates.get("bfloat16", 0.0) / SPLIT_PRODUCTS)
         gemm_flops = sum(cost(op, [subgraph.value(i) for i in op.inputs])[0] for op in heavy)
         compute_s = gemm_flops / rate if rate else 0.0
         if compute_s * 1e6 > seen_us:

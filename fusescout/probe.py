@@ -31,7 +31,8 @@ BUDGET_S = {"cuda": 0.15, "cpu": 0.4}
 def measure_device(kind: str, dtypes: tuple[str, ...] = DTYPES) -> Device:
     """Measure the current device of a kind, once per process.
 
-    float32 products use TF32 if and only if the user's flags allow it.
+    float32 products use TF32 if and only if the user's flags allow it. On CUDA whoever asks for float32 gets bfloat16
+    too: a float32 product can be made of bfloat16 ones (`candidates.lower_bound`).
 
     Args:
         kind: "cpu" or "cuda".
@@ -39,6 +40,8 @@ def measure_device(kind: str, dtypes: tuple[str, ...] = DTYPES) -> Device:
     """
     import torch
 
+    if kind == "cuda" and "float32" in dtypes:
+        dtypes = tuple(dict.fromkeys((*dtypes, "bfloat16")))
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if kind == "cuda" else []), torch.no_grad():
         rates = {name: _matmul_rate(kind, getattr(torch, name)) for name in dtypes}
         bandwidth, launch_us = _copy_rate(kind), _launch_us(kind)

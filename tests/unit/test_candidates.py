@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from graphs import Builder
 from graphs import spec
@@ -85,11 +87,38 @@ def test_one_kernel_at_its_bound_is_left_alone() -> None:
     assert ranked(graph, bound * 3).candidates
 
 
-def test_a_bare_gemm_is_rejected_as_gemm_bound() -> None:
+def product(dtype: str = "float32") -> Graph:
     b = Builder()
-    y = b.op("linear", spec(64, 64), b.input(spec(64, 64)), b.input(spec(64, 64)))
-    (rejection,) = ranked(b.graph(y)).rejections
+    x, w = (b.input(spec(2048, 2048, dtype=dtype)) for _ in range(2))
+    return b.graph(b.op("linear", spec(2048, 2048, dtype=dtype), x, w))
+
+
+@pytest.mark.parametrize(("dtype", "kind", "refusal"), [
+    ("bfloat16", "cuda", None), ("float32", "cpu", None), ("float32", "cuda", "It is for Hopper."),
+])  # fmt: skip
+def test_a_bare_gemm_is_rejected_as_gemm_bound(dtype: str, kind: str, refusal: str | None) -> None:
+    device = replace(DEVICE, kind=kind)
+    ranking = rank([product(dtype)], lambda _g, _n: 1e4, 1e4, device, lambda _f, _s: refusal, 12)
+    assert not ranking.candidates
+    (rejection,) = ranking.rejections
     assert rejection.code == "gemm-bound"
+    assert rejection.reason.startswith("Its time is the matrix product itself, and nothing pointwise follows")
+
+
+def test_a_float32_product_is_bound_by_six_bfloat16_products_where_they_are_faster() -> None:
+    """On an H200: 780 TFLOPS in bfloat16, 51 in float32."""
+    hopper = replace(DEVICE, flops_per_s={"float32": 51e12, "bfloat16": 780e12})
+    flops = 2 * 2048**3
+    library_us = flops / 51e12 * 1e6
+    (candidate,) = rank([product()], lambda _g, _n: library_us, library_us, hopper, lambda _f, _s: None, 12).candidates
+    assert candidate.bound_us == pytest.approx(6 * flops / 780e12 * 1e6)
+    assert candidate.gain_us > 0.5 * library_us
+    with_tf32 = replace(DEVICE, flops_per_s={"float32": 400e12, "bfloat16": 780e12})
+    tf32_us = flops / 400e12 * 1e6
+    (rejection,) = rank([product()], lambda _g, _n: tf32_us, tf32_us, with_tf32, lambda _f, _s: None, 12).rejections
+    assert rejection.code == "one-op"
+    on_cpu = replace(hopper, kind="cpu")
+    assert lower_bound(candidate.subgraph, on_cpu)[0] == pytest.approx(library_us)
 
 
 def test_overlapping_sites_of_one_chain_count_once() -> None:

@@ -35,12 +35,36 @@ def test_a_gemm_takes_its_pointwise_tail_and_the_residual() -> None:
     assert ("linear", "gelu") in found, "the form without a large operand is offered too"
 
 
-def test_a_bare_gemm_is_a_region_only_where_its_rows_are_misaligned() -> None:
-    for columns, dtype, found in ((50257, "bfloat16", True), (50304, "bfloat16", False), (50257, "float32", False)):
+def test_a_bare_gemm_is_a_region_only_where_its_rows_are_misaligned_or_it_is_float32() -> None:
+    for columns, dtype, found in ((50257, "bfloat16", True), (50304, "bfloat16", False), (50304, "float32", True)):
         b = Builder()
         x, w = b.input(spec(8, 16, dtype=dtype)), b.input(spec(columns, 16, dtype=dtype))
         y = b.op("linear", spec(8, columns, dtype=dtype), x, w)
         assert (chains(b.graph(y), "gemm_epilogue") == [("linear",)]) is found
+
+
+@pytest.mark.parametrize(("op", "weight", "found"), [
+    ("mm", (16, 32), True), ("addmm", (16, 32), True), ("matmul", (16, 32), True),
+    ("matmul", (2, 16, 32), False), ("bmm", (2, 16, 32), False), ("linear", (32, 16), True),
+])  # fmt: skip
+def test_a_float32_gemm_alone_is_a_region_if_its_weight_is_one_matrix(
+    op: str, weight: tuple[int, ...], found: bool
+) -> None:
+    b = Builder()
+    lead = (2, 8) if op in ("matmul", "bmm") else (8,)
+    x, w = b.input(spec(*lead, 16)), b.input(spec(*weight))
+    operands = (b.input(spec(32)), x, w) if op == "addmm" else (x, w)
+    y = b.op(op, spec(*lead, 32), *operands)
+    assert (chains(b.graph(y), "gemm_epilogue") == [(op,)]) is found
+
+
+def test_a_float32_gemm_with_a_tail_is_no_region_without_it() -> None:
+    b = Builder()
+    h = linear(b, b.input(spec(8, 16)), 8, 32, 16)
+    y = b.op("aten.add.Tensor", spec(8, 32), h, b.input(spec(8, 32)))
+    assert chains(b.graph(y), "gemm_epilogue") == [("linear", "add")]
+    both = chains(b.graph(y, h), "gemm_epilogue")
+    assert set(both) == {("linear", "add"), ("linear",)}, "with two results the product alone is offered too"
 
 
 def test_a_batched_gemm_takes_its_tail_through_a_view() -> None:
