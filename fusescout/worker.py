@@ -264,8 +264,9 @@ def main() -> None:
     if os.getpgid(0) == os.getpid():
         threading.Thread(target=_die_with_parent, args=(os.getppid(),), daemon=True).start()
     all_contenders(())  # imports take seconds: a worker that was started ahead does them before it is asked
-    with suppress(ImportError):  # the contender that needs it says so, with the reason
-        import_module("tilelang")
+    for compiler in ("tilelang", "torch._inductor.compile_fx"):
+        with suppress(ImportError):  # the contender that needs it says so, with the reason
+            import_module(compiler)
     serve(requests, answers)
     sys.stderr.flush()
     os._exit(0)  # atexit hooks of a broken CUDA context can hang
