@@ -19,10 +19,16 @@ from hypothesis import strategies as st
 from patched_models import plan_of
 from template_cases import trace
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from fusescout import constants
 from fusescout import reference
+from fusescout.analysis import _refusal
+from fusescout.candidates import rank
+from fusescout.capture.encode import encode_graph
 from fusescout.capture.encode import spec_of
+from fusescout.config import Config
 from fusescout.contenders.compile_cuda import cubin_report
 from fusescout.contenders.preparing import prepared
 from fusescout.contenders.tilelang import TileLang
@@ -33,6 +39,7 @@ from fusescout.patching import patch
 
 HOPPER = Device("cuda", "NVIDIA H200", "sm_90a", 132)
 AMPERE = Device("cuda", "NVIDIA A100", "sm_80", 108)
+CPU = Device("cpu", "cpu", "x86_64", 2)
 PREPARED, IN_EACH_CALL = 0, -1
 
 
@@ -187,7 +194,7 @@ def test_what_it_does_not_cover_has_a_reason(reason):
 
 def test_it_is_for_hopper():
     assert gemm_float32.supports(example(), HOPPER) is None
-    for device in (AMPERE, Device("cpu", "cpu", "x86_64", 2)):
+    for device in (AMPERE, CPU):
         assert "Hopper" in gemm_float32.supports(example(), device)
 
 
@@ -261,6 +268,29 @@ def test_it_assembles_for_hopper_without_spills():
     assert 0 < found.registers <= 168, "three warpgroups of a block share 64 K registers"
     assert found.source.count("wgmma_ss<") >= 6
     assert "tma_load(" in found.source
+
+
+@pytest.mark.parametrize(
+    ("device", "raced"), [(HOPPER, True), (AMPERE, False), (CPU, False)], ids=["H200", "A100", "CPU"]
+)
+def test_a_product_alone_is_raced_where_a_contender_has_something_to_try(device, raced):
+    module = make_fx(lambda x, w: F.linear(x, w))(*(torch.empty(2048, 2048, device="meta") for _ in range(2)))
+    graph = encode_graph(module, 0)
+    measured = replace(device, copy_bytes_per_s=4e12, flops_per_s={"float32": 51e12, "bfloat16": 780e12})
+    ranking = rank([graph], lambda _g, _n: 340.0, 340.0, measured, _refusal(measured, Config()), 12)
+    assert bool(ranking.candidates) is raced
+    assert [r.code for r in ranking.rejections] == ([] if raced else ["gemm-bound"])
+
+
+def test_of_large_constants_only_the_last_are_kept(monkeypatch):
+    inputs = [torch.randn(s) for s in ((6, 24), (17, 24), (17,), (6, 17))]
+    split = gemm_float32.prepared(with_parameter(example(shapes=[i.shape for i in inputs])), {"weight": "prepared"})
+    for limit, kept in ((constants.KEPT_BYTES, 3), (1, 1)):
+        monkeypatch.setattr(constants, "KEPT_BYTES", limit)
+        parts = prepared(split, reference.build(split.steady)).parts
+        for _ in range(3):
+            parts.run([inputs[0], inputs[1].clone(), *inputs[2:]])
+        assert len(parts._known) == kept
 
 
 # ---- in a model ---------------------------------------------------------------------------------------------------

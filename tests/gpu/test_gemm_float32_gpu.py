@@ -15,6 +15,7 @@ from fusescout.patching import patch
 from fusescout.plan import Entry
 from fusescout.plan import Plan
 from fusescout.probe import describe_device
+from fusescout.probe import measure_device
 from fusescout.regions import find_regions
 from fusescout.verify import Verifier
 from fusescout.workload import build
@@ -61,6 +62,11 @@ def test_every_config_passes_the_full_check(name, tmp_path_factory):
         if outcome.reason:
             wrong[str(variant)] = outcome.reason
     assert not wrong
+
+
+def test_who_measures_float32_measures_what_it_can_be_made_of():
+    rates = measure_device("cuda", ("float32",)).flops_per_s
+    assert rates["bfloat16"] > 6 * rates["float32"]
 
 
 def test_a_patched_model_uses_prepared_planes_and_sees_its_weight_change():
