@@ -296,7 +296,8 @@ def test_of_large_constants_only_the_last_are_kept(monkeypatch):
 # ---- in a model ---------------------------------------------------------------------------------------------------
 
 
-def test_a_patched_model_keeps_planes_and_makes_them_anew_when_a_weight_changes():
+@pytest.mark.parametrize("composition", ["eager", "inductor"])
+def test_a_patched_model_keeps_planes_and_makes_them_anew_when_a_weight_changes(composition):
     """The kernel's place is taken by what it computes of the planes."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -324,7 +325,7 @@ def test_a_patched_model_keeps_planes_and_makes_them_anew_when_a_weight_changes(
         plan = plan_of(model, x)
         update = {"contender": "tilelang", "variant": {"template": "gemm_float32", "weight": "prepared"}}
         plan = plan.model_copy(update={"entries": [e.model_copy(update=update) for e in plan.entries]})
-        handle = patch(model, plan)
+        handle = patch(model, plan, composition=composition)
         assert close()
         assert handle.counters.sites == 2
         assert not handle.counters.fallbacks
