@@ -19,7 +19,6 @@ from fusescout.probe import describe_device
 from fusescout.probe import measure_device
 from fusescout.session import write_atomic
 
-
 ENOUGH = 3
 """Measurements after which what is remembered stands: one takes 1.4 s of a CPU, which a warm analysis feels."""
 

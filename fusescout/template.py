@@ -61,7 +61,7 @@ class Kernel:
 class Template(Protocol):
     """What a template module has.
 
-    One more function is optional: `prepared(graph, config) -> constants.Split | None` gives the two parts of a sub-graph
+    One more function is optional: `prepared(graph, config) -> constants.Split | None` gives the parts of a sub-graph
     where a config wants something made of parameters once. `kernel` then gets the steady part in place of the whole.
     """
 

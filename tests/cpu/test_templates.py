@@ -18,9 +18,9 @@ from template_cases import REFUSED
 from template_cases import ROWWISE
 from template_cases import trace
 
+from fusescout.contenders.binding import bind
 from fusescout.contenders.compile_cpu import c_source
 from fusescout.contenders.compile_cpu import compile_cpu
-from fusescout.contenders.binding import bind
 from fusescout.contenders.tilelang import TileLang
 from fusescout.device import Device
 from fusescout.registry import load
