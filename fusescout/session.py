@@ -224,7 +224,7 @@ class Rival(Record):
     compile_s: float = 0.0
     reason: str = ""
     peak_bytes: int | None = None
-    """Most device memory that one step held beyond what was held before; None where that is unknown (CPU, CUDA graphs)."""
+    """Most device memory that a step held beyond what was held before; None where that is unknown: CPU, CUDA graphs."""
 
 
 class EndToEnd(Record):
