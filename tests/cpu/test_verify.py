@@ -165,6 +165,16 @@ def test_float16_may_overflow_as_eager_or_as_the_truth_but_not_otherwise() -> No
     assert "class" in Allowance(eager, truth).judge(clamped).reason
 
 
+@pytest.mark.parametrize("elements", [1, 3, 17])
+def test_eager_passes_its_own_rule_where_other_inputs_were_kinder(elements: int) -> None:
+    truth = torch.full((elements,), 10.0, dtype=torch.float64)
+    allowance = Allowance(truth.float() + 2e-5, truth)
+    for _ in range(7):
+        allowance.add(truth.float(), truth)
+    assert allowance.judge(truth.float() + 2e-5).reason == ""
+    assert allowance.judge(truth.float() + 6e-5).reason != ""
+
+
 def test_integer_outputs_must_be_equal() -> None:
     eager = torch.arange(10)
     assert Allowance(eager, eager).judge(eager.clone()).reason == ""
