@@ -130,11 +130,15 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
         c.id: decide(c, races[c.id].contenders, races[c.id].samples, config.threshold) for c in ranking.candidates
     }
     environment = describe(device)
-    plans = [
-        _plan(
-            workload, device, environment, config, select(ranking.candidates, decisions, compiled=c), races, decisions
-        ).model_copy(update={"memory_format": layout.memory_format, "constant_masks": captured.constant_masks > 0})
+    chosen = [
+        select(ranking.candidates, decisions, compiled=c, copy_bytes_per_s=device.copy_bytes_per_s)
         for c in (False, True)
+    ]
+    plans = [
+        _plan(workload, device, environment, config, c, races, decisions).model_copy(
+            update={"memory_format": layout.memory_format, "constant_masks": captured.constant_masks > 0}
+        )
+        for c in chosen
     ]
     budget_s = min(max(BUDGET_S, clock.seconds["race"] * SHARE_OF_RACES), MAX_BUDGET_S)
     with clock.stage("end to end"):

@@ -45,7 +45,7 @@ def race_all(
         spare: lends the worker.
     """
     known = {c.id: stored_race(c.subgraph, device, config) for c in candidates}
-    settled = _settled(candidates, known, config)
+    settled = _settled(candidates, known, config, device)
     unknown = [c.subgraph for c in candidates if known[c.id] is None]
     races: dict[str, RaceResult] = {}
     with tempfile.TemporaryDirectory(prefix="fusescout-") as scratch, compiling_ahead(unknown, device, config):
@@ -69,7 +69,7 @@ def race_all(
 
 
 def _settled(
-    candidates: Sequence[Candidate], known: Mapping[str, RaceResult | None], config: Config
+    candidates: Sequence[Candidate], known: Mapping[str, RaceResult | None], config: Config, device: Device
 ) -> dict[str, RaceResult]:
     """Stored results whose winner will not be patched: there is nothing to verify again.
 
@@ -83,7 +83,9 @@ def _settled(
         if c.id in stored
     }
     if len(stored) == len(candidates):
-        patched = {c.id for way in (False, True) for c, _ in select(candidates, decisions, compiled=way)}
+        bandwidth = device.copy_bytes_per_s
+        ways = [select(candidates, decisions, compiled=c, copy_bytes_per_s=bandwidth) for c in (False, True)]
+        patched = {c.id for way in ways for c, _ in way}
     else:
         patched = {name for name, decision in decisions.items() if decision.accepted}
     return {name: r for name, r in stored.items() if name not in patched}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from graphs import Builder
@@ -84,8 +86,47 @@ def test_no_node_is_claimed_twice_and_the_larger_gain_goes_first() -> None:
 def test_under_inductor_a_chain_it_won_is_left_to_it_and_frees_its_operators() -> None:
     norm, residual = candidate("norm", (("add", "norm"),)), candidate("residual", (("linear", "add"),))
     decisions = {
-        "norm": Decision("inductor", True, "", None, None, 50.0, 1.0, saved_over_best_us=40.0),
-        "residual": Decision("tilelang", True, "", None, None, 20.0, 1.0, saved_over_best_us=15.0),
+        "norm": Decision("inductor", True, "", None, None, 50.0, 1.0, saved_over_inductor_us=40.0),
+        "residual": Decision("tilelang", True, "", None, None, 20.0, 1.0, saved_over_inductor_us=15.0),
     }
     assert [c.id for c, _ in select([norm, residual], decisions)] == ["norm"]
     assert [c.id for c, _ in select([norm, residual], decisions, compiled=True)] == ["residual"]
+
+
+def test_a_longer_chain_goes_first_where_it_saves_more_at_a_site() -> None:
+    short = candidate("short", tuple((f"a{k}", f"b{k}") for k in range(12)))
+    long = candidate("long", (("a1", "b1", "c1"),))
+    decisions = {
+        "short": Decision("tilelang", True, "", None, None, 120.0, 1.0),
+        "long": Decision("tilelang", True, "", None, None, 50.0, 1.0),
+    }
+    assert [(c.id, n) for c, n in select([short, long], decisions)] == [("long", 1), ("short", 11)]
+    decisions["long"] = Decision("tilelang", True, "", None, None, 9.0, 1.0)
+    assert [(c.id, n) for c, n in select([short, long], decisions)] == [("short", 12)]
+
+
+def test_what_a_short_chain_leaves_over_is_paid_for_where_inductor_would_have_run_it_along() -> None:
+    short, long = candidate("short", (("conv", "norm"),)), candidate("long", (("conv", "norm", "add", "relu"),))
+    result = sum(s.nbytes for s in short.subgraph.output_specs)
+    short, long = replace(short, bytes=3.0 * result), replace(long, bytes=4.0 * result)
+    decisions = {
+        "short": Decision("tilelang", True, "", None, None, 90.0, 1.0, saved_over_inductor_us=98.0),
+        "long": Decision("tilelang", True, "", None, None, 80.0, 1.0, saved_over_inductor_us=82.0),
+    }
+    bandwidth = 3 * result / 73e-6  # the add reads both and writes one: 73 µs
+    chosen = [select([short, long], decisions, compiled=c, copy_bytes_per_s=bandwidth) for c in (True, False)]
+    assert [[c.id for c, _ in way] for way in chosen] == [["long"], ["short"]]
+
+
+def test_what_inductor_runs_faster_than_the_winner_is_left_to_it() -> None:
+    decision = run({"eager": 100, "framework": 82, "inductor": 80})
+    assert (decision.winner, decision.accepted) == ("framework", True)
+    assert decision.saved_over_inductor_us < 0
+    assert not select([candidate()], {"a": decision}, compiled=True)
+    assert select([candidate()], {"a": decision})
+
+
+def test_savings_under_inductor_count_from_inductors_own_time() -> None:
+    decision = run({"eager": 250, "framework": 78, "inductor": 153, "tilelang": 71})
+    assert decision.winner == "tilelang"
+    assert decision.saved_over_inductor_us == pytest.approx(153 - 71, rel=0.05)
