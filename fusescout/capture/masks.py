@@ -82,10 +82,11 @@ def _mask(node: fx.Node) -> Any:
 
 
 def _constants(gm: fx.GraphModule) -> set[fx.Node]:
-    """Nodes whose value no input, parameter or random number decides."""
+    """Nodes whose value no input, parameter or random number decides, and that nothing writes to."""
     found: set[fx.Node] = set()
+    written = _written(gm)
     for node in gm.graph.nodes:
-        if node.op != "call_function" or not _is_pure(node):
+        if node.op != "call_function" or node in written or not _is_pure(node):
             continue
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.numel() > MAX_NUMEL:
@@ -93,6 +94,28 @@ def _constants(gm: fx.GraphModule) -> set[fx.Node]:
         if node.target in SHAPE_ONLY or all(source in found for source in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _written(gm: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that an operator may write to: its targets and all they are made of, since any of those may share memory.
+
+    `m[:, 0].masked_fill_(padding, -inf)` changes `m` by way of a view.
+    """
+    waiting = [source for node in gm.graph.nodes if _mutates(node) for source in node.all_input_nodes]
+    found: set[fx.Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _mutates(node: fx.Node) -> bool:
+    """Whether it may write to an argument: also what isn't known as an operator, such as a wrapped sub-graph."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return node.op in ("call_module", "call_method")
+    return not isinstance(node.target, OpOverload) or bool(node.target._schema.is_mutable)
 
 
 def _is_pure(node: fx.Node) -> bool:

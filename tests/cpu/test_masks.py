@@ -68,7 +68,28 @@ RECOGNISED = {
     "all of it": (lambda x: torch.ones(2, 1, 1, LENGTH, dtype=torch.bool), False),
     "zeros are added": (lambda x: torch.zeros(LENGTH, LENGTH), False),
 }
+def padded_through_a_view(x: torch.Tensor) -> torch.Tensor:
+    mask = x.new_zeros(2, 1, LENGTH, LENGTH)
+    mask[:, 0].masked_fill_((x[:, None, :, 0] > 100), float("-inf"))
+    return mask
+
+
+def assigned(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.zeros(LENGTH, LENGTH)
+    mask[:, 5:] = float("-inf")
+    return mask
+
+
+def filled_through_two_views(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    mask[2:].t()[5:].fill_(False)
+    return mask
+
+
 LEFT = {
+    "written through a view": padded_through_a_view,
+    "a slice assigned": assigned,
+    "written through two views": filled_through_two_views,
     "a window": lambda x: causal() & (positions()[:, None] - positions()[None, :] < 4),
     "the other triangle": lambda x: ~causal() | torch.eye(LENGTH, dtype=torch.bool),
     "a bias": lambda x: causal_of(-4.0),
@@ -93,6 +114,14 @@ def test_any_other_mask_stays(name: str) -> None:
     ((mask, is_causal),) = attentions(model, X)
     assert mask is not None
     assert not is_causal
+    plan = plan_of(model, X).model_copy(update={"constant_masks": True})
+    other = X.clone()
+    other[:, 7, 0] = 200.0
+    with torch.no_grad():
+        expected = [model(x) for x in (X, other)]
+        with patched(model, plan):
+            for x, wanted in zip((X, other), expected, strict=True):
+                torch.testing.assert_close(model(x), wanted)
 
 
 def test_a_mask_in_a_buffer_stays_since_it_may_change() -> None:
