@@ -84,7 +84,7 @@ class Config(BaseModel):
     """Put source lines of the model into reports."""
     seed: int = Field(0, ge=0)
     fail_under: float | None = Field(None, gt=0)
-    """`analyze` exits with 1 if the end-to-end speed-up is certainly not above this."""
+    """`analyze` exits with 1 if the lower end of the end-to-end speed-up is below this."""
 
 
 def load(

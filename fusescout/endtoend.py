@@ -34,6 +34,9 @@ SAMPLE_S = 0.02
 """One sample lasts at least this long: clock and launch jitter stay below 1 % of it."""
 ENOUGH_ROUNDS, BUDGET_S = 8, 6.0
 """After so many rounds and seconds the measurement ends: a slow model's rounds scatter less than a fast one's."""
+NOTHING_REPLACED = "No planned chain was replaced"
+DISTURBED = 0.1
+"""Eager's time over its own, measured again in the same rounds, from which the verdict says so."""
 OnEvent = Callable[[str, int, int, str], None]
 
 
@@ -125,7 +128,7 @@ class _Bench:
             self.on_event("end to end", 0, 0, f"building {name}")
             way = self._try(plan)
             if isinstance(way, Way) and way.backend is not None and not way.backend.counters.changed:
-                self.failed.append(Rival(name=name, reason=f"No planned chain was replaced: {_why(way.backend)}."))
+                self.failed.append(Rival(name=name, reason=f"{NOTHING_REPLACED}: {_why(way.backend)}."))
                 return
             if isinstance(way, Way):
                 self.ways.append(way)
@@ -301,9 +304,12 @@ def _conclude(
     ] + failed
     baseline = median_interval(eager)
     if not patched:
+        tried = [r.reason for r in failed if r.name.startswith("patched")]
         why = (
             "No chain was accepted"
             if plan.is_empty and not dropped
+            else "No chain of the plan is in this model"
+            if tried and all(reason.startswith(NOTHING_REPLACED) for reason in tried)
             else "No patched form of the model passed its check"
         )
         verdict = f"Keep the framework code. {why}; eager takes {_ms(baseline)}."
@@ -358,6 +364,8 @@ def _conclude(
             f"Keep the framework code: {rival.name} is faster than the patched model"
             f" ({_times(over_rival)}), which is {_times(speedup)} as fast as eager."
         )
+    if max(abs(noise.low - 1.0), abs(noise.high - 1.0)) > DISTURBED:
+        verdict += f" The machine was disturbed: eager against itself gave {_times(noise)}."
     result = EndToEnd(
         baseline=baseline,
         patched=median_interval(samples[best.name]),

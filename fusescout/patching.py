@@ -189,9 +189,11 @@ class Patched:
         self.plan = backend.plan
         self.counters = backend.counters
         self._hoisted = backend.hoisted
+        self._undone = False
         self._before = vars(model).get("_compiled_call_impl")
         compiled = torch.compile(_private(model), backend=_GuardHooks(backend), dynamic=False)
         self._ours = model._compiled_call_impl = _restoring_hook_guards(compiled)
+        self._ours.patch = self  # type: ignore[attr-defined]
 
     def refresh(self) -> None:
         """Make anew what was prepared of parameters; needed only after a write through `.data`, which torch hides."""
@@ -199,10 +201,14 @@ class Patched:
             hoisted.forget()
 
     def undo(self) -> None:
-        """Give the model back the call it had. Calling it twice does nothing more."""
+        """Give the model back the call it had, in any order with other patches. Calling it twice does nothing more."""
+        self._undone = True
         if getattr(self.model, "_compiled_call_impl", None) is self._ours:
-            self.model._compiled_call_impl = self._before
-            if self._before is None:
+            before = self._before
+            while isinstance(earlier := getattr(before, "patch", None), Patched) and earlier._undone:
+                before = earlier._before
+            self.model._compiled_call_impl = before
+            if before is None:
                 del self.model._compiled_call_impl  # the class has it as None
 
     def __enter__(self) -> Patched:

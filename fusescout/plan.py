@@ -69,16 +69,17 @@ class Plan(BaseModel):
     templates: list[str] = []
     """Extra template folders that the entries need."""
 
-    def save(self, path: Path) -> None:
-        write_atomic(path, self.model_dump_json(indent=1).encode())
+    def save(self, path: Path | str) -> None:
+        write_atomic(Path(path), self.model_dump_json(indent=1).encode())
 
     @classmethod
-    def load(cls, path: Path) -> Plan:
+    def load(cls, path: Path | str) -> Plan:
         """Read a plan file (or the `plan.json` of a run folder).
 
         Raises:
             PlanUnreadable: missing, not JSON, another version, or fields that don't fit.
         """
+        path = Path(path)
         file = path / "plan.json" if path.is_dir() else path
         try:
             raw = json.loads(file.read_bytes())

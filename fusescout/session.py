@@ -268,9 +268,9 @@ class Session(Record):
     cache_misses: int = 0
     warnings: list[str] = []
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write atomically: a reader sees the old file or the whole new one."""
-        write_atomic(path, self.model_dump_json(indent=1).encode())
+        write_atomic(Path(path), self.model_dump_json(indent=1).encode())
 
     @classmethod
     def load(cls, path: Path) -> Session:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -21,7 +23,7 @@ from fusescout.errors import EXIT_OK
 from fusescout.errors import FuseScoutError
 from fusescout.errors import UsageProblem
 
-EXIT_INTERNAL = 70
+EXIT_INTERNAL, EXIT_TERMINATED = 70, 143
 EPILOG = """\b
 Exit codes:
     0  done
@@ -31,6 +33,7 @@ Exit codes:
     4  the model or script raised
    70  internal error: a bug in FuseScout
   130  interrupted
+  143  terminated
 
 \b
 Settings come from [tool.fusescout] in pyproject.toml, FUSESCOUT_* variables
@@ -69,6 +72,11 @@ app.add_typer(bench.app, name="bench")
 app.command("doctor")(doctor.doctor)
 
 
+def _terminated(*_: object) -> None:
+    """End as an exception does, so that nothing half-written and no child is left."""
+    raise SystemExit(EXIT_TERMINATED)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
@@ -78,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; see `EPILOG`.
     """
+    with suppress(ValueError):  # not in the main thread: whoever runs this there handles signals
+        signal.signal(signal.SIGTERM, _terminated)
     terminal = Terminal()
     command = typer.main.get_command(app)
     listed = sys.argv[1:] if arguments is None else list(arguments)

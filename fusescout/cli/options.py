@@ -45,7 +45,8 @@ AllowTf32 = Annotated[
 ]
 Top = Annotated[str | None, typer.Option(metavar="N", help="Most candidates that are raced. [default: 12]")]
 Templates = Annotated[
-    list[Path] | None, typer.Option(metavar="DIR", help="Folder with more templates; may be given again.")
+    list[Path] | None,
+    typer.Option(metavar="DIR", exists=True, file_okay=False, help="Folder with more templates; may be given again."),
 ]
 CacheDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Where races are kept. [default: the user's cache]")]
 UseCache = Annotated[

@@ -25,6 +25,10 @@ OnEvent = Callable[[str, int, int, str], None]
 """Called with stage, steps done, steps in all, detail."""
 
 
+def _silence(stage: str, done: int, total: int, detail: str) -> None:
+    """Takes progress and says nothing."""
+
+
 def visible(text: str) -> str:
     """The text with control characters spelled out, so that no terminal obeys them."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode("ascii") for c in text)
@@ -89,9 +93,10 @@ class Terminal:
 
     @contextlib.contextmanager
     def progress(self) -> Iterator[OnEvent]:
-        """A progress bar on stderr if it is a terminal; with --verbose, lines where it isn't."""
+        """A progress bar on stderr if it is a terminal; where it isn't, a line a stage, or all with --verbose."""
         if self.quiet or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
-            yield self._log_stages() if self.verbose else lambda stage, done, total, detail: None
+            silent = self.quiet or os.environ.get("RANK", "0") != "0"
+            yield self._log_all() if self.verbose else _silence if silent else self._log_stages()
             return
         from rich.progress import BarColumn
         from rich.progress import MofNCompleteColumn
@@ -148,6 +153,16 @@ class Terminal:
         return console.is_terminal and not console.no_color and not console.is_dumb_terminal
 
     def _log_stages(self) -> OnEvent:
+        begun: set[str] = set()
+
+        def show(stage: str, done: int, total: int, detail: str) -> None:
+            if stage not in begun:
+                begun.add(stage)
+                self._say((f"{stage}: {detail}" if detail else stage, "dim"))
+
+        return show
+
+    def _log_all(self) -> OnEvent:
         def show(stage: str, done: int, total: int, detail: str) -> None:
             self._say((f"{stage} {done}/{total} {detail}".rstrip(), "dim"))
 

@@ -68,6 +68,8 @@ RECOGNISED = {
     "all of it": (lambda x: torch.ones(2, 1, 1, LENGTH, dtype=torch.bool), False),
     "zeros are added": (lambda x: torch.zeros(LENGTH, LENGTH), False),
 }
+
+
 def padded_through_a_view(x: torch.Tensor) -> torch.Tensor:
     mask = x.new_zeros(2, 1, LENGTH, LENGTH)
     mask[:, 0].masked_fill_((x[:, None, :, 0] > 100), float("-inf"))

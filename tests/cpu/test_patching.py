@@ -253,6 +253,16 @@ def test_inductor_is_built_outside_of_the_capture_that_it_serves(model: nn.Modul
     assert contexts
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_patches_are_undone_in_any_order(model: nn.Module, order: tuple[int, ...]) -> None:
+    plan = make_plan(model, X)
+    handles = [patch(model, plan) for _ in range(3)]
+    for k in order:
+        assert "_compiled_call_impl" in vars(model)
+        handles[k].undo()
+    assert "_compiled_call_impl" not in vars(model)
+
+
 def test_many_models_of_one_class_are_all_patched() -> None:
     torch._dynamo.reset()
     models = [Net().eval() for _ in range(11)]

@@ -108,7 +108,10 @@ def test_json_is_exactly_one_document(fake: Fake, capfd: Any) -> None:
     assert json.loads(capfd.readouterr().out)["schema_version"] == 2
 
 
-def test_options_reach_the_configuration(fake: Fake) -> None:
+def test_options_reach_the_configuration(fake: Fake, tmp_path: Path) -> None:
+    folders = tmp_path / "a", tmp_path / "b"
+    for folder in folders:
+        folder.mkdir()
     line = [
         "analyze",
         "--effort",
@@ -122,11 +125,17 @@ def test_options_reach_the_configuration(fake: Fake) -> None:
         "-j",
         "1",
     ]
-    assert cli.main([*line, "--templates", "a", "--templates", "b", "model.py"]) == 0
+    assert cli.main([*line, "--templates", str(folders[0]), "--templates", str(folders[1]), "model.py"]) == 0
     config = fake.configs[0]
     assert (config.effort, config.top, config.use_cache, config.allow_tf32) == ("quick", 3, False, True)
-    assert (config.dtype, config.jobs, config.templates) == ("bfloat16", 1, (Path("a"), Path("b")))
+    assert (config.dtype, config.jobs, config.templates) == ("bfloat16", 1, folders)
     assert fake.loads[0][1]["dtype"] == "bfloat16"
+
+
+def test_a_folder_of_templates_that_is_not_there_is_refused(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["analyze", "--templates", "nowhere", "model.py"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert not fake.loads
 
 
 def test_every_setting_has_an_option_with_its_name_and_default() -> None:
