@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Mapping
 from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from dataclasses import field
 from pathlib import Path
@@ -74,7 +75,9 @@ class _Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
-def run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | None = None) -> Outcome:
+def run(
+    workload: Workload, config: Config, on_event: OnEvent, folder: Path | None = None, spare: Spare | None = None
+) -> Outcome:
     """Analyse one workload.
 
     Args:
@@ -82,13 +85,14 @@ def run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | No
         config: all settings.
         on_event: hears (stage, done, total, detail).
         folder: where the trace and the kernels' repro scripts go; None keeps neither.
+        spare: lends a worker that may have been started already; the caller closes it.
 
     Raises:
         CompositionUnavailable: the rest can't be run here in the way that is asked for.
     """
     compositions(config, workload)  # what is asked for and can't be is told before anything is measured
-    with tf32(config.allow_tf32), Spare() as spare:
-        return _run(workload, config, on_event, folder, spare)
+    with tf32(config.allow_tf32), nullcontext(spare) if spare else Spare() as lender:
+        return _run(workload, config, on_event, folder, lender)
 
 
 def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | None, spare: Spare) -> Outcome:

@@ -39,7 +39,7 @@ def ceilings(kind: str, dtypes: tuple[str, ...], cache_dir: Path) -> Device:
         return replace(
             device,
             copy_bytes_per_s=known["copy_bytes_per_s"],
-            flops_per_s={n: r for n, r in known["flops_per_s"].items() if n in dtypes and r},
+            flops_per_s=known["flops_per_s"],
             launch_us=known["launch_us"],
         )
     return best_seen(measure_device(kind, dtypes), cache_dir, rules)

@@ -27,9 +27,8 @@ BUDGET_S = {"cuda": 0.15, "cpu": 0.4}
 """Seconds per measured quantity."""
 
 
-@functools.cache
 def measure_device(kind: str, dtypes: tuple[str, ...] = DTYPES) -> Device:
-    """Measure the current device of a kind, once per process.
+    """Measure the current device of a kind, once per process, thread count and precision of float32 products.
 
     float32 products use TF32 if and only if the user's flags allow it. On CUDA whoever asks for float32 gets bfloat16
     too: a float32 product can be made of bfloat16 ones (`candidates.lower_bound`).
@@ -42,6 +41,13 @@ def measure_device(kind: str, dtypes: tuple[str, ...] = DTYPES) -> Device:
 
     if kind == "cuda" and "float32" in dtypes:
         dtypes = tuple(dict.fromkeys((*dtypes, "bfloat16")))
+    return _measured(kind, dtypes, torch.get_num_threads(), torch.get_float32_matmul_precision())
+
+
+@functools.cache
+def _measured(kind: str, dtypes: tuple[str, ...], threads: int, precision: str) -> Device:
+    import torch
+
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if kind == "cuda" else []), torch.no_grad():
         rates = {name: _matmul_rate(kind, getattr(torch, name)) for name in dtypes}
         bandwidth, launch_us = _copy_rate(kind), _launch_us(kind)

@@ -93,7 +93,11 @@ def _analyze(
     terminal: Terminal, config: Config, target: str, argv: list[str], final: Path, as_json: bool
 ) -> tuple[str, EndToEnd | None]:
     """Everything up to the finished run folder; gives the text for stdout and the end-to-end verdict."""
-    with terminal.stdout_reserved(), run_folder(final) as folder, terminal.progress() as on_event:
+    from fusescout.workerpool import Spare
+
+    reserved, bar = terminal.stdout_reserved(), terminal.progress()
+    with reserved, run_folder(final) as folder, bar as on_event, Spare() as spare:
+        spare.start()  # while torch is imported here and the model is made
         on_event("load", 0, 1, target)
         from fusescout.target import load
 
@@ -103,7 +107,7 @@ def _analyze(
         from fusescout.api import write
         from fusescout.report import render
 
-        outcome = run(workload, config, on_event, folder=folder.staging)
+        outcome = run(workload, config, on_event, folder=folder.staging, spare=spare)
         command = shlex.join(["fusescout", *sys.argv[1:]])
         session = _relocated(outcome.session, folder.staging).model_copy(
             update={

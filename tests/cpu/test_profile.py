@@ -184,13 +184,19 @@ def test_probe_is_cached_and_plausible() -> None:
     assert 1e8 < device.copy_bytes_per_s < 1e13
     assert 1e8 < device.flops_per_s["float32"] < 1e14
     assert 0.05 < device.launch_us < 1e4
-    assert device.cores == torch.get_num_threads()
+    threads = torch.get_num_threads()
+    assert device.cores == threads
+    torch.set_num_threads(threads + 1)
+    try:
+        assert measure_device("cpu", ("float32",)).cores == threads + 1
+    finally:
+        torch.set_num_threads(threads)
     assert device.name
 
 
 def test_probe_leaves_the_random_state() -> None:
     state = torch.get_rng_state()
-    measure_device.__wrapped__("cpu", ("float32",))
+    measure_device("cpu", ("float16",))
     assert torch.equal(torch.get_rng_state(), state)
 
 

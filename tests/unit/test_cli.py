@@ -42,6 +42,21 @@ class Outcome:
     plan: Plan
 
 
+class Spare:
+    """Stands in for the worker's process."""
+
+    started = False
+
+    def start(self) -> None:
+        self.started = True
+
+    def __enter__(self) -> Spare:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 @dataclass
 class Fake:
     """Stands in for loading and analysing; keeps what it was given."""
@@ -57,8 +72,9 @@ class Fake:
         self.loads.append((spec, options))
         return "a workload"
 
-    def run(self, workload: str, config: Config, on_event: Any, folder: Path) -> Outcome:
+    def run(self, workload: str, config: Config, on_event: Any, folder: Path, spare: Spare) -> Outcome:
         assert workload == "a workload"
+        assert spare.started, "its imports take as long as ours"
         self.configs.append(config)
         on_event("race", 1, 2, "[bold]linear[/bold]")
         (folder / "trace.json.gz").write_bytes(b"trace")
@@ -76,6 +92,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
     monkeypatch.setitem(sys.modules, "fusescout.analysis", analysis)
     monkeypatch.setattr("fusescout.target.load", made.load)
     monkeypatch.setattr("fusescout.cli.options.require_torch", lambda: None)
+    monkeypatch.setattr("fusescout.workerpool.Spare", Spare)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FUSESCOUT_CACHE_DIR", str(tmp_path / "cache"))
     Path("model.py").write_text(MODEL)
