@@ -32,7 +32,7 @@ from fusescout.workload import Workload
 
 SAMPLE_S = 0.02
 """One sample lasts at least this long: clock and launch jitter stay below 1 % of it."""
-ENOUGH_ROUNDS, BUDGET_S = 8, 6.0
+ENOUGH_ROUNDS, BUDGET_S = 6, 4.5
 """After so many rounds and seconds the measurement ends: a slow model's rounds scatter less than a fast one's."""
 NOTHING_REPLACED = "No planned chain was replaced"
 DISTURBED = 0.1

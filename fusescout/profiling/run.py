@@ -99,7 +99,7 @@ def wall_time(workload: Workload, runs: int) -> Interval:
     """Unprofiled wall time of one step in µs, each finished before the next begins."""
     samples: list[float] = []
     deadline = time.perf_counter() + SAMPLE_SECONDS
-    while len(samples) < max(runs, 5) or (time.perf_counter() < deadline and len(samples) < MAX_SAMPLES):
+    while len(samples) < max(runs, FEW_RUNS) or (time.perf_counter() < deadline and len(samples) < MAX_SAMPLES):
         step = _prepare(workload)
         synchronize(workload.device)
         start = time.perf_counter()
