@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 WARM_UP = 3
 MAX_SAMPLES = 100
-SAMPLE_SECONDS = 1.0
+SAMPLE_SECONDS = 0.5
 SLOW_S, FEW_RUNS = 0.1, 3
 """Of a step that takes longer, fewer runs are recorded: they scatter less than a fast one's."""
 IDLE_SHARE = 0.2
