@@ -94,8 +94,8 @@ class Terminal:
     @contextlib.contextmanager
     def progress(self) -> Iterator[OnEvent]:
         """A progress bar on stderr if it is a terminal; where it isn't, a line a stage, or all with --verbose."""
-        if self.quiet or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
-            silent = self.quiet or os.environ.get("RANK", "0") != "0"
+        silent = self.quiet or os.environ.get("RANK", "0") != "0"
+        if silent or not sys.stderr.isatty():
             yield self._log_all() if self.verbose else _silence if silent else self._log_stages()
             return
         from rich.progress import BarColumn
