@@ -10,11 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch import fx
+from torch._guards import detect_fake_mode
 
 MARK = "prepared_constant"
 """In a node's meta: it reads parameters, buffers and other such nodes only, and may run once."""
@@ -37,9 +40,13 @@ class Hoisted:
         self._lock = threading.Lock()
 
     def examples(self, inputs: Sequence[Any]) -> list[Any]:
-        """Stand-ins for the values, in the world (fake or real) of the graph's example inputs."""
-        near = inputs[self.sources[0]].detach()
-        return [near.new_empty_strided(s.shape, s.stride(), dtype=s.dtype) for s in self._specs]
+        """Stand-ins for the values, for a compiler: fake tensors of its own, whose sizes are numbers.
+
+        It would give a real tensor symbolic sizes, whose guards no input of the call could decide.
+        """
+        device = inputs[self.sources[0]].device
+        with _fake_mode(inputs):
+            return [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device=device) for s in self._specs]
 
     def bind(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The graph with its own inputs only; `run` takes the values after them."""
@@ -83,6 +90,11 @@ class Hoisted:
                 torch.cuda.current_stream(sources[0].device).synchronize()  # the next call may use another stream
         self._seen = [(t, t.data_ptr(), t._version) for t in sources]
         return self._values
+
+
+def _fake_mode(inputs: Sequence[Any]) -> AbstractContextManager[Any]:
+    """The fake mode in which the graph's inputs will be traced; none if it will be traced with real ones."""
+    return detect_fake_mode(inputs) or nullcontext()
 
 
 def hoist(module: fx.GraphModule) -> Hoisted | None:

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from conv_models import Block
 from conv_models import Net
@@ -13,6 +14,7 @@ from conv_models import image
 from conv_models import planned
 from conv_models import trained
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusescout.contenders.framework import Framework
 from fusescout.contenders.tilelang import TileLang
@@ -107,6 +109,29 @@ def test_prepared_values_stay_where_they_are(model: nn.Module) -> None:
         model.first.conv1.weight.mul_(2)
         model(x)
     assert [v.data_ptr() for v in hoisted._values] == first
+    handle.undo()
+
+
+def test_a_compiled_rest_takes_prepared_values_by_their_sizes(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A symbol for the size of a prepared weight has no source among the inputs, and a guard on it can't be made."""
+    made: list[Any] = []
+    create = ShapeEnv.create_symbol
+
+    def spying(self: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
+        made.append(create(self, *args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(ShapeEnv, "create_symbol", spying)
+    x = image()
+    handle = patch(model, planned(model, x, Framework(), "channels_last"), composition="inductor")
+    with torch.no_grad():
+        model(x)
+    assert handle.counters.sites >= 4
+    assert not handle.counters.fallbacks
+    assert made
+    assert not [size for size in made if isinstance(size, sympy.Symbol)]
     handle.undo()
 
 
