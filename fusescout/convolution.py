@@ -20,6 +20,8 @@ DIMENSIONS = {
 }
 """Spatial dimensions by operator."""
 CONVOLUTIONS = frozenset({*DIMENSIONS, "convolution"})
+BIAS = 2
+"""Which argument of every convolution operator the bias is."""
 
 
 @dataclass(frozen=True, slots=True)

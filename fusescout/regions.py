@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusescout.aliasing import Aliases
+from fusescout.convolution import BIAS
 from fusescout.convolution import CONVOLUTIONS
 from fusescout.flow import Flow
 from fusescout.flow import grow
 from fusescout.ir import Graph
 from fusescout.ir import Node
+from fusescout.ir import Ref
 from fusescout.ir import TensorSpec
 from fusescout.nodekinds import REGROUPS
 from fusescout.nodekinds import is_pointwise
@@ -24,8 +26,11 @@ from fusescout.regions_pieces import find_pieces
 from fusescout.regions_rows import SOFTMAXES
 from fusescout.regions_rows import find_rows
 from fusescout.regions_rows import row_form
+from fusescout.regions_shared import find_shared
 
 MAX_INPUTS = 12
+PREPARING = ("conv_epilogue", "gemm_shared_input")
+"""Families whose parameters go into prepared constants, so that a kernel doesn't take each of them."""
 GEMMS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
 LAYOUTS = frozenset({*REGROUPS, "transpose", "permute", "t", "expand", "contiguous", "clone", "_to_copy", "to"})
 
@@ -57,8 +62,11 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
 
     for names in _attention(flow):
         add("attention", names)
-    for names in _gated(flow):
+    gated = _gated(flow)
+    for names in gated:
         add("gated_mlp", names)
+    for names in find_shared(flow, gated):
+        add("gemm_shared_input", names)
     for node in graph.nodes:
         if node.op in GEMMS and node.is_op and isinstance(node.out, TensorSpec):
             for names in _epilogues(flow, node):
@@ -68,8 +76,12 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
                 add("conv_epilogue", names)
     for names in find_rows(flow):
         add("rowwise", names)
-    for names in (*_pointwise(flow), *find_pieces(flow)):
+        add("conv_epilogue", _and_convolutions(graph, names))
+    for names in _pointwise(flow):
         add("pointwise", names)
+    for names in find_pieces(flow):
+        add("pointwise", names)
+        add("conv_epilogue", _and_convolutions(graph, names))
     return tuple(found.values())
 
 
@@ -82,7 +94,7 @@ def _is_family(graph: Graph, family: str, names: set[str]) -> bool:
             any(is_pointwise(n) for n in nodes) or _is_misaligned(gemms[0]) or _is_float32_product(graph, gemms[0])
         )
     if family == "conv_epilogue":
-        return len(nodes) > 1
+        return len(nodes) > 1 and any(n.op in CONVOLUTIONS for n in nodes)
     return bool(nodes)
 
 
@@ -146,7 +158,7 @@ def _is_cuttable(graph: Graph, family: str, names: tuple[str, ...]) -> bool:
     """Its inputs are single tensors, and not too many of them; parameters that are prepared don't count."""
     inside = set(names)
     outer = {i for n in names for i in graph.by_name[n].inputs if i not in inside}
-    given = [i for i in outer if family != "conv_epilogue" or not graph.by_name[i].is_parameter]
+    given = [i for i in outer if family not in PREPARING or not graph.by_name[i].is_parameter]
     return len(given) <= MAX_INPUTS and all(isinstance(graph.by_name[i].out, TensorSpec) for i in outer)
 
 
@@ -213,6 +225,17 @@ def _behind_convolution(flow: Flow, anchor: Node) -> list[set[str]]:
     both = grow(flow, single, lambda n: fits(n) or is_twin(n), backward=True)
     twins = [both] if sum(graph.by_name[n].op in CONVOLUTIONS for n in both) == 2 else []
     return [*(_single_output(graph, t) for t in twins), widest, single, _lean(flow, anchor, widest)]
+
+
+def _and_convolutions(graph: Graph, names: set[str]) -> set[str]:
+    """With the convolutions that only this region reads, if they have a bias: it can be added in the region's pass."""
+    read = {i for n in names for i in graph.by_name[n].inputs} - names - set(graph.outputs)
+    return names | {i for i in read if _has_bias(graph.by_name[i]) and names.issuperset(graph.users[i])}
+
+
+def _has_bias(node: Node) -> bool:
+    plain = isinstance(node.out, TensorSpec) and not node.out.requires_grad
+    return plain and node.op in CONVOLUTIONS and len(node.args) > BIAS and isinstance(node.args[BIAS], Ref)
 
 
 def _gated(flow: Flow) -> list[set[str]]:

@@ -34,22 +34,22 @@ class Product:
     Attributes:
         split: what is prepared of parameters, or None.
         steady: the rest, or the whole sub-graph.
-        gemm: `steady` with its values relabelled.
+        inner: `steady` with its values relabelled: a GEMM with an epilogue, which a template is for.
     """
 
     split: Split | None
     steady: Subgraph
-    gemm: Subgraph
+    inner: Subgraph
 
-    def relabelling(self, run: Callable[[Sequence[Any]], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-        """Runs `gemm` on the tensors of `steady`."""
+    def wrapped(self, run: Callable[[Sequence[Any]], tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+        """Runs `inner` on the tensors of `steady`."""
         forth = [
             None if new == old else (new.shape, new.stride)
-            for old, new in zip(self.steady.inputs, self.gemm.inputs, strict=True)
+            for old, new in zip(self.steady.inputs, self.inner.inputs, strict=True)
         ]
         back = [
             None if new == old else (old.shape, old.stride)
-            for old, new in zip(self.steady.output_specs, self.gemm.output_specs, strict=True)
+            for old, new in zip(self.steady.output_specs, self.inner.output_specs, strict=True)
         ]
 
         def call(inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -60,7 +60,7 @@ class Product:
 
     def source(self, name: str) -> str:
         """Python that wraps the function `name` of the GEMM's tensors into one of the whole sub-graph's."""
-        views = [f".as_strided({s.shape}, {s.stride})" for s in self.gemm.inputs]
+        views = [f".as_strided({s.shape}, {s.stride})" for s in self.inner.inputs]
         if self.split is None:
             given, made = [f"inputs[{k}]" for k in range(len(views))], "()"
             text = ""

@@ -18,6 +18,8 @@ from fusescout.contenders.base import Upkeep
 from fusescout.contenders.binding import runner
 from fusescout.contenders.binding import straight
 from fusescout.contenders.compile_seconds import cold_seconds
+from fusescout.contenders.convolution_tail import Tail
+from fusescout.contenders.convolution_tail import as_tail
 from fusescout.contenders.pointwise_convolution import Product
 from fusescout.contenders.pointwise_convolution import as_product
 from fusescout.contenders.preparing import prepared
@@ -57,8 +59,10 @@ class TileLang:
         """`{"template": name, **config}`, the templates in turn, so that each one's best guess comes early."""
         product = _product(graph)
         if isinstance(product, str):
-            return f"There is no template for this convolution, and {product}."
-        graph = product.gemm if product else graph
+            return f"There is no template for this convolution: {product}."
+        if isinstance(product, Tail) and device.kind == "cpu":
+            return "oneDNN adds a convolution's bias itself: what follows is fused without the convolution."
+        graph = product.inner if product else graph
         reasons: list[str] = []
         beside: list[str] = []
         searches: list[list[Mapping[str, Any]]] = []
@@ -82,8 +86,8 @@ class TileLang:
         start = time.perf_counter()
         product = self._product(graph, variant)
         if isinstance(product, str):
-            raise ContenderFailed(f"There is no template for this convolution, and {product}.")
-        graph = product.gemm if product else graph
+            raise ContenderFailed(f"There is no template for this convolution: {product}.")
+        graph = product.inner if product else graph
         kernel = self.kernel(graph, variant, device)
         launch = self._compile(kernel, device)
         what = [kernel.source, dict(kernel.pass_configs)]
@@ -92,7 +96,7 @@ class TileLang:
         run = runner(call, len(graph.outputs))
         if product is None:
             return Built(run, compile_s, kernel.source, call=call)
-        run = product.relabelling(run)
+        run = product.wrapped(run)
         if product.split is None:
             return Built(run, compile_s, kernel.source)
         return prepared(product.split, run, kernel.source, compile_s)
@@ -127,14 +131,14 @@ class TileLang:
     def repro(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> str:
         """A script with the generated TileLang source; on the CPU with the C++ made from it."""
         product = self._product(graph, variant)
-        inner = product.gemm if isinstance(product, Product) else graph
+        inner = product.inner if isinstance(product, Product | Tail) else graph
         kernel = self.kernel(inner, variant, device)
         code = _repro_cpu(inner, kernel) if device.kind == "cpu" else _repro_cuda(inner, kernel, device)
-        if isinstance(product, Product):
+        if isinstance(product, Product | Tail):
             code += product.source("contender")
         return script(graph, device, f"tilelang {variant['template']}", code)
 
-    def _product(self, graph: Subgraph, variant: Mapping[str, Any]) -> Product | str | None:
+    def _product(self, graph: Subgraph, variant: Mapping[str, Any]) -> Product | Tail | str | None:
         """A chain that a variant sees otherwise: as a matrix product, or with prepared constants."""
         split = self._split(graph, variant)
         return Product(split, split.steady, split.steady) if split else _product(graph)
@@ -160,12 +164,18 @@ def _is_meant(family: str, graph: Subgraph) -> bool:
     """Whether a family is for chains like this one: that another's templates refuse it goes without saying."""
     products = sum(op.name in GEMMS for op in graph.ops)
     meant = {"gemm_epilogue": products == 1, "gated_mlp": products == 2, "pointwise": not products}
-    return {**meant, "rowwise": not products}.get(family, True)
+    return {**meant, "rowwise": not products, "gemm_shared_input": products > 1}.get(family, True)
 
 
-def _product(graph: Subgraph) -> Product | str | None:
-    """The matrix product that a chain with a convolution is; None for a chain without one."""
-    return as_product(graph) if any(op.name in CONVOLUTIONS for op in graph.ops) else None
+def _product(graph: Subgraph) -> Product | Tail | str | None:
+    """What a chain with a convolution is to a template: a matrix product, or what follows. None for one without."""
+    if not any(op.name in CONVOLUTIONS for op in graph.ops):
+        return None
+    product = as_product(graph)
+    if isinstance(product, Product):
+        return product
+    tail = as_tail(graph)
+    return f"{product}, and {tail}" if isinstance(tail, str) else tail
 
 
 def _repro_cuda(graph: Subgraph, kernel: Kernel, device: Device) -> str:

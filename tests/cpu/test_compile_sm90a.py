@@ -103,6 +103,6 @@ def test_a_1x1_convolution_with_batch_norm_and_residual_assembles_without_spills
     assert not isinstance(product, str)
     assert not isinstance(variants, str)
     variant = variants[0]
-    found = cubin_report(contender.kernel(product.gemm, variant, HOPPER))
+    found = cubin_report(contender.kernel(product.inner, variant, HOPPER))
     assert found.spilled_bytes == 0
     assert 0 < found.registers <= 255

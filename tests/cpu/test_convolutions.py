@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch import nn
 from fusescout.capture import capture
 from fusescout.constants import Parts
 from fusescout.constants import split
+from fusescout.contenders.convolution_tail import as_tail
 from fusescout.contenders.framework import Framework
 from fusescout.contenders.framework import rewrites
 from fusescout.contenders.pointwise_convolution import as_product
@@ -182,7 +184,7 @@ def test_a_1x1_convolution_is_a_matrix_product_over_channels() -> None:
     subgraph, values = chain(graph, "conv2d", "batch_norm", "add", "relu")
     product = as_product(subgraph)
     assert not isinstance(product, str)
-    assert product.gemm.chain[0] == "linear"
+    assert product.inner.chain[0] == "linear"
     contender = TileLang()
     variants = contender.variants(subgraph, CPU, "quick")
     assert not isinstance(variants, str)
@@ -199,10 +201,10 @@ def test_a_1x1_convolution_is_a_matrix_product_over_channels() -> None:
 @pytest.mark.parametrize(
     ("conv", "memory_format", "reason"),
     [
-        (lambda: nn.Conv2d(8, 8, 1), "preserved", "not in channels-last"),
-        (lambda: nn.Conv2d(8, 8, 3, padding=1), "channels_last", "not 1x1"),
-        (lambda: nn.Conv2d(8, 8, 1, stride=2), "channels_last", "not 1x1"),
-        (lambda: nn.Conv2d(8, 8, 1, groups=2), "channels_last", "not 1x1"),
+        (lambda: nn.Conv2d(8, 8, 1, bias=False), "preserved", "not in channels-last"),
+        (lambda: nn.Conv2d(8, 8, 3, padding=1, bias=False), "channels_last", "not 1x1"),
+        (lambda: nn.Conv2d(8, 8, 1, stride=2, bias=False), "channels_last", "not 1x1"),
+        (lambda: nn.Conv2d(8, 8, 1, groups=2, bias=False), "channels_last", "not 1x1"),
     ],
 )
 def test_other_convolutions_are_no_matrix_product(
@@ -213,6 +215,40 @@ def test_other_convolutions_are_no_matrix_product(
     found = TileLang().variants(subgraph, CUDA, "quick")
     assert isinstance(found, str)
     assert reason in found
+    assert "no bias that could join" in found
+
+
+TAILS: dict[str, tuple[nn.Module, tuple[int, ...], tuple[str, ...]]] = {
+    "pointwise": (nn.Sequential(nn.Conv2d(8, 8, 3, stride=2), nn.GELU(), nn.Tanh()), (2, 8, 9, 7), ("gelu", "tanh")),
+    "transposed": (nn.Sequential(nn.ConvTranspose3d(4, 6, 2), nn.SiLU()), (2, 4, 3, 5, 4), ("silu",)),
+    "norm": (nn.Sequential(nn.Conv3d(4, 6, 2), nn.GroupNorm(2, 6)), (2, 4, 3, 5, 4), ("group_norm",)),
+    "mean": (nn.Sequential(nn.Conv1d(4, 6, 2), nn.AdaptiveAvgPool1d(1)), (2, 4, 9), ("adaptive_avg_pool1d",)),
+    "channels last": (nn.Sequential(nn.Conv2d(8, 8, 3), nn.GELU(), nn.Tanh()), (2, 8, 9, 7), ("gelu", "tanh")),
+}
+
+
+@pytest.mark.parametrize("kind", TAILS)
+def test_a_bias_joins_what_follows_its_convolution(kind: str, tmp_path: Path) -> None:
+    """Offered on CUDA only, where the library adds the bias in a pass of its own; what it computes is checked here."""
+    torch.manual_seed(0)
+    model, shape, ops = TAILS[kind]
+    graph = captured(trained(model), image(*shape), "channels_last" if "last" in kind else "preserved")
+    region = next(r for r in find_regions(graph.graph) if r.family == "conv_epilogue" and len(r.nodes) == len(ops) + 1)
+    subgraph, values = chain(graph, *graph.graph.subgraph(region.nodes)[0].chain)
+    tail = as_tail(subgraph)
+    assert not isinstance(tail, str)
+    assert tail.inner.chain == ("view", "add", *ops)
+    assert build(tail.convolutions)(values)[0].stride() == tail.convolutions.output_specs[0].stride
+    contender = TileLang(cache_dir=tmp_path)
+    assert "oneDNN" in contender.variants(subgraph, CPU, "quick")
+    offered = contender.variants(subgraph, CUDA, "quick")
+    assert not isinstance(offered, str)
+    name = str(offered[0]["template"])
+    variant = {"template": name, **contender.registry.templates[name].configs(tail.inner, CPU)[0]}
+    assert Verifier(subgraph, values, "cpu").check(contender.build(subgraph, variant, CPU).run, "full").reason == ""
+    scope: dict[str, Any] = {"__name__": "repro"}
+    exec(contender.repro(subgraph, variant, CPU), scope)
+    assert torch.allclose(scope["contender"](*values)[0], build(subgraph)(values)[0], atol=1e-5)
 
 
 def test_parts_prepare_again_only_for_sources_that_changed() -> None:

@@ -13,6 +13,7 @@ from row_cases import WIDE
 from template_cases import OPERATORS
 from template_cases import POINTWISE
 from template_cases import ROWWISE
+from template_cases import Case
 from template_cases import trace
 
 from fusescout.contenders.tilelang import TileLang
@@ -60,6 +61,20 @@ def test_shapes(case, dtype, contender):
 @pytest.mark.parametrize("case", ROWS + WIDE + PIECES, ids=lambda c: c.name)
 def test_rows_and_pieces(case, dtype, contender):
     conform(contender, case, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("last", [False, True], ids=["channels_first", "channels_last"])
+def test_a_bias_joins_what_follows_its_convolution(last, dtype, contender):
+    def behind(x, w, b):
+        return torch.tanh(torch.nn.functional.gelu(torch.nn.functional.conv2d(x, w, b, 2, 1)))
+
+    def inputs():
+        x, w = torch.randn(4, 16, 33, 31), torch.randn(24, 16, 3, 3) / 12
+        order = torch.channels_last if last else torch.contiguous_format
+        return x.to(memory_format=order), w.to(memory_format=order), torch.randn(24)
+
+    conform(contender, Case("conv_tail", "pointwise", behind, inputs), dtype)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,10 @@ from fusescout import convolution
 from fusescout.contenders.framework.surgery import Step
 from fusescout.contenders.framework.surgery import numbered
 from fusescout.contenders.framework.surgery import splice
+from fusescout.convolution import BIAS
 from fusescout.ir import Op
 from fusescout.ir import Ref
 from fusescout.ir import Subgraph
-
-BIAS = 2
-"""Which argument of every convolution operator the bias is."""
 
 
 def shared_bias(graph: Subgraph) -> Step | None:
