@@ -335,15 +335,28 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 def _sharing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> set[tuple[str, str]]:
-    """Pairs of outputs and inputs, or of outputs, that live in one storage."""
-    named = [(f"input {k}", t) for k, t in enumerate(inputs)]
+    """Pairs of outputs and inputs that live in one storage, and of outputs whose elements lie between each other's."""
+    named = [(f"input {k}", _storage(t)) for k, t in enumerate(inputs)]
     found = set()
     for k, out in enumerate(outputs):
-        for name, other in named:
-            if out.numel() and out.untyped_storage().data_ptr() == other.untyped_storage().data_ptr():
+        start, end = _extent(out)
+        for name, (first, last) in named if out.numel() else ():
+            if start < last and first < end:
                 found.add((f"output {k}", name))
-        named.append((f"output {k}", out))
+        named.append((f"output {k}", (start, end)))
     return found
+
+
+def _storage(tensor: Tensor) -> tuple[int, int]:
+    """First and last address of all that an input's storage holds."""
+    start = tensor.untyped_storage().data_ptr()
+    return start, start + tensor.untyped_storage().nbytes()
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First and last address of a tensor's elements."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _untouched(inputs: Sequence[Tensor], before: Sequence[Tensor]) -> str:

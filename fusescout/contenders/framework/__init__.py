@@ -24,6 +24,10 @@ from fusescout.contenders.framework.batch_norm import folded_batch_norm
 from fusescout.contenders.framework.fused_convolution import cudnn_convolution
 from fusescout.contenders.framework.fused_convolution import onednn_convolution
 from fusescout.contenders.framework.gemm_activation import gemm_activation
+from fusescout.contenders.framework.one_product import BMM
+from fusescout.contenders.framework.one_product import LINEAR
+from fusescout.contenders.framework.one_product import kept_bytes
+from fusescout.contenders.framework.one_product import one_product
 from fusescout.contenders.framework.shared_bias import shared_bias
 from fusescout.contenders.framework.spelled import spelled_out
 from fusescout.contenders.framework.surgery import Step
@@ -34,7 +38,9 @@ from fusescout.ir import Subgraph
 from fusescout.reference import build
 from fusescout.reference import to_source
 
-RULES: tuple[Callable[[Subgraph], Step | None], ...] = (spelled_out, affine, attention, folded_batch_norm, shared_bias)
+RULES: tuple[Callable[[Subgraph], Step | None], ...] = (
+    spelled_out, affine, attention, folded_batch_norm, shared_bias, one_product,
+)  # fmt: skip
 DEVICE_RULES: dict[str, tuple[Callable[[Subgraph], Step | None], ...]] = {
     "cuda": (gemm_activation, cudnn_convolution),
     "cpu": (onednn_convolution,),
@@ -68,7 +74,9 @@ class Framework:
     def upkeep(self, graph: Subgraph, variant: Mapping[str, Any]) -> Upkeep:
         private = tuple(f"torch.ops.{c}" for c in variant["calls"] if c.startswith(PRIVATE))
         only = "cpu" if any("mkldnn" in c for c in private) else "cuda"
-        return Upkeep(len(variant["calls"]), private, (only,) if private else ("cpu", "cuda"))
+        memory = kept_bytes(graph) if {LINEAR, BMM} & set(variant["calls"]) else 0
+        rests_on = (*private, *([f"{memory / (1 << 20):.3g} MiB for prepared weights"] if memory else []))
+        return Upkeep(len(variant["calls"]), rests_on, (only,) if private else ("cpu", "cuda"))
 
     def repro(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> str:
         code = to_source(self._rewritten(graph, variant, device), "contender")

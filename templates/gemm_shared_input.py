@@ -1,0 +1,111 @@
+"""Several matrix products of one input with parameters, such as q, k and v, as one GEMM.
+
+The weights lie side by side in one prepared matrix, each from a multiple of the tile's width on: a tile belongs to one
+result, and is written to where that result lies. All schedules are those of `gemm_epilogue`.
+"""
+
+import re
+
+from fusescout.templates import gemm_problem
+from fusescout.templates.dialect import dialect_for
+from fusescout.templates.gemm_configs import clocks
+from fusescout.templates.gemm_configs import space
+from fusescout.templates.gemm_epilogue import refusal
+from fusescout.templates.gemm_source import Writer
+from fusescout.templates.source import build
+
+from fusescout import constants
+from fusescout.device import Device
+from fusescout.ir import Subgraph
+from fusescout.shared_input import Shared
+from fusescout.shared_input import packed
+from fusescout.shared_input import read
+from fusescout.template import Kernel
+from fusescout.template import Param
+
+NAME = "gemm_shared_input"
+FAMILY = "gemm_shared_input"
+SCHEDULES = ("plain", "auto", "roles", "coop", "pingpong")
+"""Those that write a tile of the result in one place."""
+
+
+def supports(graph: Subgraph, device: Device) -> str | None:
+    """None if the kernel covers all of `graph`, else a sentence why not."""
+    shared = read(graph)
+    return shared if isinstance(shared, str) else refusal(_product(_steady(graph, shared, 1)), device, 1)
+
+
+def configs(graph: Subgraph, device: Device) -> list:
+    """The space of the one product, ordered by what the gaps between the weights cost as well."""
+    shared = read(graph)
+    found = [c for c in space(_problem(graph, shared, 1), device) if c["schedule"] in SCHEDULES]
+    if device.kind == "cpu":
+        return found
+    widths = {width: _problem(graph, shared, width) for width in {c["BN"] for c in found}}
+    return sorted(found, key=lambda c: clocks(widths[c["BN"]], c, device))
+
+
+def prepared(graph: Subgraph, config: dict) -> constants.Split | None:
+    """The weights and biases side by side; None if a weight is no parameter."""
+    shared = read(graph)
+    return None if isinstance(shared, str) else constants.split(packed(graph, shared, _tile(config)))
+
+
+def kernel(graph: Subgraph, config: dict, device: Device) -> Kernel:
+    """The kernel of a config, from the steady part: one `linear` and the column ranges of its result."""
+    product = _product(graph)
+    columns = [(op.args[2], op.args[3]) for op in graph.ops if op.name == "slice"]
+    writer = _Writer(gemm_problem.read(product), config, dialect_for(device.kind, (product.output_specs[0].dtype,)))
+    writer.ranges = tuple(columns)
+    source = writer.source(NAME)
+    return Kernel(build(source, NAME), writer.params(), source, writer.pass_configs())
+
+
+def _tile(config: dict) -> int:
+    """A tile on the CPU is written element by element, wherever it begins."""
+    return 1 if config["schedule"] == "plain" else config["BN"]
+
+
+def _steady(graph: Subgraph, shared: Shared, tile: int) -> Subgraph:
+    split = constants.split(packed(graph, shared, tile))
+    assert split is not None, "there are weights to put side by side"
+    return split.steady
+
+
+def _problem(graph: Subgraph, shared: Shared, tile: int) -> gemm_problem.Problem:
+    return gemm_problem.read(_product(_steady(graph, shared, tile)))
+
+
+def _product(steady: Subgraph) -> Subgraph:
+    """The one product alone."""
+    assert steady.ops[0].name == "linear"
+    return Subgraph(steady.inputs, steady.ops[:1], (len(steady.inputs),))
+
+
+class _Writer(Writer):
+    """Writes each result where it lies; `ranges` are its first and last column in the one product."""
+
+    ranges: tuple
+
+    def params(self) -> tuple:
+        given, m = [q for q in super().params() if q.role != "output"], self.p.M
+        dtype = self.p.outputs[0].dtype
+        widths = [end - start for start, end in self.ranges]
+        return (*given, *(Param(f"y{k}", "output", k, (m, n), (n, 1), dtype) for k, n in enumerate(widths)))
+
+    def source(self, name: str) -> str:
+        self.bulk = [all((end - start) % 8 == 0 for start, end in self.ranges)]
+        return "\n".join(part for line in super().source(name).splitlines() for part in self._parted(line)) + "\n"
+
+    def _parted(self, line: str) -> list:
+        """A statement that writes to the one result, once for each result that its columns may belong to."""
+        place = re.search(r"\by0\[(.*?)\]", line)
+        if place is None:
+            return [line]
+        indent, column = line[: len(line) - len(line.lstrip())], "bn * BN + j" if self.d.cpu else "col"
+        lines = []
+        for k, (start, end) in enumerate(self.ranges):
+            test = f"{'if' if k == 0 else 'elif'} {column} < {end}:" if k < len(self.ranges) - 1 else "else:"
+            own = re.sub(rf"(?<!\w){re.escape(column)}(?!\w)", f"{column} - {start}", place[1]) if start else place[1]
+            lines += [indent + test, f"{indent}    {line.strip().replace(place[0], f'y{k}[{own}]')}"]
+        return lines
