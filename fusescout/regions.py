@@ -155,11 +155,12 @@ def _single_output(graph: Graph, names: set[str]) -> set[str]:
 
 
 def _is_cuttable(graph: Graph, family: str, names: tuple[str, ...]) -> bool:
-    """Its inputs are single tensors, and not too many of them; parameters that are prepared don't count."""
+    """What it reads and gives are single tensors, inputs not too many; parameters that are prepared don't count."""
     inside = set(names)
     outer = {i for n in names for i in graph.by_name[n].inputs if i not in inside}
     given = [i for i in outer if family not in PREPARING or not graph.by_name[i].is_parameter]
-    return len(given) <= MAX_INPUTS and all(isinstance(graph.by_name[i].out, TensorSpec) for i in outer)
+    ends = (*outer, *graph.escapes(names))
+    return len(given) <= MAX_INPUTS and all(isinstance(graph.by_name[i].out, TensorSpec) for i in ends)
 
 
 def _epilogues(flow: Flow, anchor: Node) -> list[set[str]]:

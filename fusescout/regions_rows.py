@@ -22,6 +22,8 @@ POOLS = frozenset({"adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_p
 LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd"})
 DIM_AT = {"mean": 1, "sum": 1, "amax": 1, "amin": 1, "var": 1, "std": 1, "logsumexp": 1, "linalg_vector_norm": 2}
 """Reductions, and where they are told their dimensions."""
+EXTREMES = ("aten.max.dim", "aten.min.dim", "aten.max.default", "aten.min.default")
+"""Reductions too, where nobody reads the places that they give besides."""
 LONGEST = 1 << 20
 """A single row of more elements than this would be left to one multiprocessor."""
 
@@ -55,13 +57,19 @@ def row_form(node: Node, graph: Graph) -> RowForm | None:
     """What a node reduces, or None if it is no reduction that a row template knows."""
     if node.mutates or node.dead or not node.args or not isinstance(node.args[0], Ref):
         return None
-    if not isinstance(node.out, TensorSpec):
+    if not isinstance(node.out, TensorSpec) and not _gives_values(node, graph):
         return None
     spec = graph.by_name[str(node.args[0].to)].out
     if not isinstance(spec, TensorSpec) or not spec.shape or spec.numel == 0 or spec.dtype not in FLOATS:
         return None
     form = _form(node, spec.shape)
     return form if form and form.columns > 1 else None
+
+
+def _gives_values(node: Node, graph: Graph) -> bool:
+    """Whether only the first of two results is read, the extremes themselves."""
+    readers = [graph.by_name[u] for u in graph.users[node.name]]
+    return node.target in EXTREMES and all(r.op == "getitem" and r.args[1] == 0 for r in readers)
 
 
 def _form(node: Node, shape: tuple[int, ...]) -> RowForm | None:
@@ -88,8 +96,8 @@ def _form(node: Node, shape: tuple[int, ...]) -> RowForm | None:
         return RowForm(shape, tuple(range(rank - len(size), rank))) if all(n == 1 for n in size) else None
     if op in LOSSES:
         return RowForm(shape, (min(1, rank - 1),))
-    if op in DIM_AT:
-        told = given(DIM_AT[op])
+    if op in DIM_AT or node.target in EXTREMES:
+        told = given(DIM_AT.get(op, 1))
         dims = told if isinstance(told, tuple) and told else (told,)
         axes = sorted(d % rank for d in dims if isinstance(d, int))
         return RowForm(shape, tuple(axes) or tuple(range(rank)))
@@ -111,10 +119,17 @@ def find_rows(flow: Flow) -> list[set[str]]:
     return regions
 
 
+def _result(node: Node) -> TensorSpec:
+    """What a reduction gives; of extremes and their places the first."""
+    out = node.out[0] if isinstance(node.out, tuple) else node.out
+    assert isinstance(out, TensorSpec)
+    return out
+
+
 def _around(flow: Flow, node: Node, form: RowForm, *, views: bool) -> set[str]:
     graph = flow.graph
     shapes = {form.shape, form.row, form.kept} if form.grouped == 1 else {form.shape}
-    shapes |= {shape_of(node) or ()}
+    shapes |= {_result(node).shape}
     sizes = {math.prod(s) for s in shapes}
 
     def fits(other: Node) -> bool:
@@ -123,6 +138,8 @@ def _around(flow: Flow, node: Node, form: RowForm, *, views: bool) -> set[str]:
             return shape in shapes or (views and shape is not None and math.prod(shape) in sizes - {1})
         if views and other.op in REGROUPS and shape is not None and math.prod(shape) in sizes:
             return True
+        if other.op == "getitem":
+            other = graph.by_name[other.inputs[0]]
         return row_form(other, graph) == form
 
     return grow(flow, {node.name}, fits, backward=True)

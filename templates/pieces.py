@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from dataclasses import replace
 
+from fusescout.templates.extremes import plain_extremes
 from fusescout.templates.layout import Layout
 from fusescout.templates.operators import Unsupported
 
@@ -46,7 +47,7 @@ def lay_out(graph: Subgraph) -> Laid:
     Raises:
         Unsupported: views that can't be told by axes and few pieces.
     """
-    return _Pieces(Layout(graph)).laid()
+    return _Pieces(Layout(plain_extremes(graph))).laid()
 
 
 class _Pieces:

@@ -87,6 +87,13 @@ ROWS = [
     ),
     Case("dropped_dim", "rowwise", lambda x: x.sum(-1) * 2, lambda: (randn(265, 66),)),
     Case("amax_of_image", "rowwise", lambda x: x.amax(dim=(2, 3)).sigmoid(), lambda: (randn(60, 5, 6, 7),)),
+    Case(
+        "min_of_channels",
+        "rowwise",
+        lambda x, b: torch.tanh((x + b).min(1, keepdim=True)[0]) * 2,
+        lambda: (randn(3, 12, 7, 9), randn(12, 1, 1)),
+    ),
+    Case("max_of_last", "rowwise", lambda x: F.silu(x.max(-1).values + 1), lambda: (randn(70, 33),)),
     Case("middle_variance", "rowwise", lambda x: x.var(1), lambda: (randn(9, 33, 40),)),
     Case(
         "gated_norm", "rowwise", lambda x, w: F.rms_norm(_gated(x), (64,), w, 1e-6), lambda: (randn(33, 128), randn(64))

@@ -48,6 +48,16 @@ def test_reductions_of_integers_or_of_one_element_are_none() -> None:
     assert [row_form(n, graph) for n in graph.nodes if n.is_op] == [None, None]
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_extremes_are_a_reduction_while_nobody_reads_their_places(place: int) -> None:
+    b = Builder()
+    x = b.op("relu", spec(2, 3, 4), b.input(spec(2, 3, 4)))
+    pair = b.op("aten.max.dim", (spec(2, 4), spec(2, 4, dtype="int64")), x, 1)
+    y = b.op("tanh", spec(2, 4), b.op("getitem", spec(2, 4), pair, 0))
+    z = b.op("getitem", spec(2, 4), pair, place)
+    assert chains(b.graph(y, z), "rowwise") == ([("relu", "max", "getitem", "tanh", "getitem")] if place == 0 else [])
+
+
 def test_a_group_norm_takes_what_is_in_front_and_behind() -> None:
     b = Builder()
     x, w = b.input(spec(2, 8, 4, 4)), b.input(spec(8))
