@@ -13,7 +13,6 @@ from fusescout.templates.expansions import RULES
 from fusescout.templates.expansions import Expansion
 from fusescout.templates.expression import unsupported
 from fusescout.templates.operators import Unsupported
-from fusescout.templates.pieces import Laid
 from fusescout.templates.pieces import lay_out
 from fusescout.templates.space import Operand
 from fusescout.templates.space import Space
@@ -92,12 +91,12 @@ def read(graph: Subgraph, walked: bool, cpu: bool) -> tuple:
         if op.name not in RULES and (reason := unsupported(op, laid.graph)):
             raise Unsupported(reason)
     space = space_of(graph, laid, depth)
-    return _stages(Expansion(laid.graph, walked, cpu).result(), laid, space)
+    return stages(Expansion(laid.graph, walked, cpu).result(), space)
 
 
-def _stages(graph: Subgraph, laid: Laid, space: Space) -> tuple:
-    """Cut in front of the reductions over rows, if there are any."""
-    rank, first = len(laid.sizes), len(graph.inputs)
+def stages(graph: Subgraph, space: Space) -> tuple:
+    """Primitive operators over `space`, cut in front of the reductions over rows, if there are any."""
+    rank, first = len(space.sizes), len(graph.inputs)
     lead = rank - space.depth
     late: set = set()
     for k, op in enumerate(graph.ops):
@@ -123,7 +122,7 @@ def _stages(graph: Subgraph, laid: Laid, space: Space) -> tuple:
         tuple(_renumbered(graph.op_of(v), number) for v in early),
         (*(number[v] for _, v in outs if v not in late), *(number[v] for v in bridge)),
     )
-    row_sizes = laid.sizes[:lead]
+    row_sizes = space.sizes[:lead]
     scratch = [_scratch(k, graph.tensor(v), row_sizes, space.depth) for k, v in enumerate(bridge)]
     kept = tuple(o for o, v in outs if v not in late)
     first_space = replace(space, outputs=(*kept, *scratch))

@@ -117,8 +117,7 @@ def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
     columns = read(graph, False, device.kind == "cpu")[0].columns
     walked = not dialect.cpu and config["width"] < columns
     stages = read(graph, walked, dialect.cpu)
-    single = {"block": 1, "threads": 512, "width": 2048, "rows": 1, "keep": False}
-    bodies = [_written(stage, single if k else config, dialect) for k, stage in enumerate(stages)]
+    bodies = written(stages, config, dialect)
     bodies[1:] = [body.replace(", prelude=PRELUDE", "") for body in bodies[1:]]  # one for the whole source
     operands = {o.buffer: o for stage in stages for o in stage.space.operands}.values()
     order = {"input": 0, "scratch": 1, "output": 2}
@@ -130,8 +129,13 @@ def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
     return Kernel(build(text, name), tuple(o.param for o in operands), text, passes)
 
 
+def written(stages: tuple, config: Config, dialect: Dialect) -> list:
+    """Source of each stage; `config` is the first one's."""
+    single = {"block": 1, "threads": 512, "width": 2048, "rows": 1, "keep": False}
+    return [_written(stage, single if k else config, dialect) for k, stage in enumerate(stages)]
+
+
 def _written(stage: Rows, config: Config, dialect: Dialect) -> str:
-    """Source of one stage."""
     kept = crossing(stage) if config.get("keep", True) else []
     if dialect.cpu:
         fits = 4 * stage.columns * max(1, len(kept)) <= CPU_BUFFER_BYTES

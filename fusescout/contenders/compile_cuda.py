@@ -9,14 +9,12 @@ import os
 import re
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fusescout import environ
 from fusescout.device import Device
 from fusescout.environment import nvcc_path
 from fusescout.environment import nvcc_version
@@ -37,7 +35,7 @@ def compile_cuda(kernel: Kernel, device: Device, cache_dir: Path) -> Callable[..
     key = (kernel.source, repr(sorted(kernel.pass_configs.items())), device.arch, str(cache_dir))
     if key in _compiled:
         return _compiled[key]
-    with _environment(TILELANG_CACHE_DIR=str(cache_folder(cache_dir, device)), TILELANG_PRINT_ON_COMPILATION="0"):
+    with environ.changed(TILELANG_CACHE_DIR=str(cache_folder(cache_dir, device)), TILELANG_PRINT_ON_COMPILATION="0"):
         try:
             compiled = tilelang.compile(kernel.func, target=target_of(device), pass_configs=dict(kernel.pass_configs))
         except Exception as error:  # isolation boundary: whatever the compiler throws becomes this contender's reason
@@ -116,33 +114,6 @@ def _entry(compiled: Any) -> Callable[..., None]:
         return compiled  # type: ignore[no-any-return]
     main: Callable[..., None] = executable()["main"]
     return main
-
-
-_entering = threading.Lock()
-_inside: list[int] = []
-_before: dict[str, str | None] = {}
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """TileLang is configured through environment variables only; the last of several threads puts them back."""
-    with _entering:
-        if not _inside:
-            _before.update({name: os.environ.get(name) for name in values})
-            os.environ.update(values)
-        _inside.append(1)
-    try:
-        yield
-    finally:
-        with _entering:
-            _inside.pop()
-            if not _inside:
-                for name, value in _before.items():
-                    if value is None:
-                        os.environ.pop(name, None)
-                    else:
-                        os.environ[name] = value
-                _before.clear()
 
 
 def _tail(text: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch._guards import tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusescout import environ
 from fusescout.contenders import repro
 from fusescout.contenders.base import Built
 from fusescout.contenders.base import Upkeep
@@ -95,17 +95,11 @@ class Inductor:
 
         folder = self.cache_dir / "inductor" / hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24]
         places = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "TRITON_CACHE_DIR": str(folder / "triton")}
-        before = {name: os.environ.get(name) for name in places}
         clear_caches()  # what is in memory belongs to another folder
-        os.environ.update(places)
         try:
-            yield
+            with environ.changed(**places):
+                yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
             clear_caches()
 
     def upkeep(self, graph: Subgraph, variant: Mapping[str, Any]) -> Upkeep:

@@ -6,8 +6,6 @@ import gzip
 import os
 import tempfile
 from collections.abc import Callable
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import record_function
 
+from fusescout import environ
 from fusescout.errors import ProfilerBusy
 from fusescout.profiling.sequence import CALL
 from fusescout.profiling.trace import Trace
@@ -56,7 +55,8 @@ def record(prepare: Prepare, calls: int, device: str, keep: Path | None = None) 
     activities = [ProfilerActivity.CPU]
     if device.startswith("cuda"):
         activities.append(ProfilerActivity.CUDA)
-    with _quiet(), torch.profiler.profile(activities=activities) as profiler:
+    quiet = {} if "KINETO_LOG_LEVEL" in os.environ else {"KINETO_LOG_LEVEL": "99"}  # its stage log isn't for users
+    with environ.changed(**quiet), torch.profiler.profile(activities=activities) as profiler:
         for k in range(-1, calls):
             call = prepare()
             synchronize(device)
@@ -70,16 +70,3 @@ def record(prepare: Prepare, calls: int, device: str, keep: Path | None = None) 
     if keep is not None:
         write_atomic(keep, gzip.compress(data, 5))
     return read(data)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep Kineto's stage log off the user's terminal."""
-    if "KINETO_LOG_LEVEL" in os.environ:
-        yield
-        return
-    os.environ["KINETO_LOG_LEVEL"] = "99"
-    try:
-        yield
-    finally:
-        del os.environ["KINETO_LOG_LEVEL"]
