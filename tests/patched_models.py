@@ -32,6 +32,60 @@ from fusescout.probe import describe_device
 from fusescout.regions import find_regions
 from fusescout.workload import build
 
+Inputs = Callable[[], tuple[torch.Tensor, ...]]
+
+
+def random(*shape: int) -> torch.Tensor:
+    """Normal numbers, the same for the same shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def _example() -> tuple[torch.Tensor, ...]:
+    return (random(4, 8, 16),)
+
+
+class Base(nn.Module):
+    """Two linear layers and a norm of 16 features; `setup` adds what a model needs besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.lin2, self.n = nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)
+        self.setup()
+
+    def setup(self) -> None:
+        pass
+
+
+class Models:
+    """The models of one test file: `@model(inputs, modes)` adds a class, `cases` lists (name, mode)."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, tuple[type[nn.Module], Inputs, tuple[str, ...]]] = {}
+
+    def __call__(
+        self, inputs: Inputs = _example, modes: tuple[str, ...] = ("inference", "training")
+    ) -> Callable[[Any], Any]:
+        def register(kind: Any) -> Any:
+            self.known[kind.__name__] = kind, inputs, modes
+            return kind
+
+        return register
+
+    def cases(self) -> list[tuple[str, str]]:
+        return [(name, mode) for name, (_, _, modes) in self.known.items() for mode in modes]
+
+    def check(self, name: str, mode: str, low_precision: bool = False) -> None:
+        """Replace every region of a model; in training its inputs have gradients where they can."""
+        torch.manual_seed(0)
+        kind, make, _ = self.known[name]
+        inputs = tuple(
+            t.requires_grad_()
+            if mode == "training" and not t._is_view() and (t.is_floating_point() or t.is_complex())
+            else t
+            for t in make()
+        )
+        check(kind(), *inputs, mode=mode, sites=1, low_precision=low_precision)
+
 
 class Fresh(Eager):
     """Eager's numbers in new memory of the captured strides."""

@@ -1,49 +1,19 @@
 """Tables of public faults, matching: what looks like a known chain and isn't. Each must give eager's numbers.
 
-Every region of each model is replaced, in inference and in training
-see `patched_models.check`.
+Every region of each model is replaced, in inference and in training: see `patched_models.Models`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from patched_models import check
-from torch import Tensor
+from patched_models import Base
+from patched_models import Models
+from patched_models import random
 from torch import nn
 from torch.nn import functional as F
 
-MODELS: dict[str, tuple[type[nn.Module], Callable[[], tuple[Tensor, ...]], tuple[str, ...]]] = {}
-BOTH = ("inference", "training")
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def example() -> tuple[Tensor, ...]:
-    return (random(4, 8, 16),)
-
-
-def model(inputs: Callable[[], tuple[Tensor, ...]] = example, modes: tuple[str, ...] = BOTH) -> Callable[[Any], Any]:
-    def register(kind: Any) -> Any:
-        MODELS[kind.__name__] = kind, inputs, modes
-        return kind
-
-    return register
-
-
-class Base(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.lin2, self.n = nn.Linear(16, 16), nn.Linear(16, 16), nn.LayerNorm(16)
-        self.setup()
-
-    def setup(self) -> None:
-        pass
+model = Models()
 
 
 @model()
@@ -257,14 +227,6 @@ class MovedByAnother(Base):
         return a, b, m + 1
 
 
-@pytest.mark.parametrize(("name", "mode"), [(n, m) for n, (_, _, modes) in MODELS.items() for m in modes])
+@pytest.mark.parametrize(("name", "mode"), model.cases())
 def test_patched_equals_eager(name: str, mode: str) -> None:
-    torch.manual_seed(0)
-    kind, make, _ = MODELS[name]
-    inputs = tuple(
-        t.requires_grad_()
-        if mode == "training" and not t._is_view() and (t.is_floating_point() or t.is_complex())
-        else t
-        for t in make()
-    )
-    check(kind(), *inputs, mode=mode, sites=1)
+    model.check(name, mode)
