@@ -22,6 +22,7 @@ from fusescout.ir import TensorSpec
 from fusescout.nodekinds import REGROUPS
 from fusescout.nodekinds import is_pointwise
 from fusescout.nodekinds import shape_of
+from fusescout.regions_losses import find_losses
 from fusescout.regions_pieces import find_pieces
 from fusescout.regions_rows import SOFTMAXES
 from fusescout.regions_rows import find_rows
@@ -62,6 +63,8 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
 
     for names in _attention(flow):
         add("attention", names)
+    for names in find_losses(flow):
+        add("linear_cross_entropy", names)
     gated = _gated(flow)
     for names in gated:
         add("gated_mlp", names)

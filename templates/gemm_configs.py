@@ -66,8 +66,8 @@ FEW_ROWS = tuple(
 EFFICIENCY = {"pingpong": 0.9, "coop": 0.9, "roles": 0.82, "auto": 0.75}
 
 
-def space(problem: Problem, device: Device) -> list:
-    """All configs that fit, best guess first."""
+def space(problem: Problem, device: Device, more: int = 0) -> list:
+    """All configs that fit, best guess first; `more` clocks are what 128 elements take beside the epilogue's ops."""
     if device.kind == "cpu":
         return [_config(("plain", 32, min(problem.N, 256), problem.K, 1, {}), device)]
     rows = FEW_ROWS if problem.M <= 64 else ()
@@ -79,7 +79,7 @@ def space(problem: Problem, device: Device) -> list:
             config["stages"] -= 1
         if _fits(problem, config) and config not in found:
             found.append(config)
-    return sorted(found, key=lambda c: clocks(problem, c, device))
+    return sorted(found, key=lambda c: clocks(problem, c, device, more))
 
 
 def _config(shape: tuple, device: Device) -> dict:
@@ -122,7 +122,7 @@ def _fits(p: Problem, c: dict) -> bool:
     return shared * c.get("ctas", 1) + 1024 <= SHARED_BYTES and sums <= 128 and registers <= 192
 
 
-def clocks(p: Problem, c: dict, device: Device) -> float:
+def clocks(p: Problem, c: dict, device: Device, more: int = 0) -> float:
     """Clocks the kernel is expected to take; only the order of configs rests on it."""
     sms, gemms = max(device.cores, 1), len(p.weights)
     pair = c["BM"] * c.get("cluster", 1)
@@ -135,6 +135,7 @@ def clocks(p: Problem, c: dict, device: Device) -> float:
     main = steps * max(mma / EFFICIENCY[c["schedule"]], load) + 600
     tail = (
         2
+        + more
         + sum(COSTLY.get(p.graph.op_of(v).name, 2) for v in p.epilogue)
         + 4 * sum(o.kind not in ("row", "scalar") for o in p.operands)
     )
