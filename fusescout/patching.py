@@ -8,6 +8,7 @@ anew; chains of it that the plan doesn't know run as the framework runs them and
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -15,14 +16,13 @@ import threading
 from collections.abc import Callable
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import fx
 from torch import nn
+from torch._dynamo.convert_frame import compile_lock
 
 from fusescout.capture.aten import CONSTANT_MASKS
 from fusescout.capture.aten import to_aten
@@ -32,6 +32,7 @@ from fusescout.compose import compose
 from fusescout.config import load
 from fusescout.contenders import contender_named
 from fusescout.contenders.base import Contender
+from fusescout.counters import Counters
 from fusescout.device import Device
 from fusescout.errors import CompositionUnavailable
 from fusescout.errors import ContenderFailed
@@ -40,8 +41,13 @@ from fusescout.errors import PlanMismatch
 from fusescout.flops import op_class
 from fusescout.hoisting import Hoisted
 from fusescout.hoisting import hoist
+from fusescout.ir import Graph
 from fusescout.ir import Subgraph
+from fusescout.livecall import live_call
 from fusescout.memory_format import channels_last
+from fusescout.newshapes import NewShapes
+from fusescout.newshapes import Policy
+from fusescout.newshapes import Replaceable
 from fusescout.operators import define
 from fusescout.plan import Composition
 from fusescout.plan import Entry
@@ -50,42 +56,26 @@ from fusescout.probe import describe_device
 from fusescout.rewrite import Prepared
 from fusescout.rewrite import rewrite
 
-
-class Counters:
-    """What the patch did so far, over all captures of this model."""
-
-    def __init__(self) -> None:
-        self.captures = 0
-        """Graphs captured: one for each new shape, dtype, mode or graph piece."""
-        self.replaced: dict[str, int] = {}
-        """Sites replaced, by entry id."""
-        self.relaid = 0
-        """Graphs whose convolutions run channels-last."""
-        self.masks = 0
-        """Constant attention masks left out."""
-        self.fallbacks: dict[str, str] = {}
-        """Why an entry or a graph was left to the framework."""
-
-    @property
-    def sites(self) -> int:
-        return sum(self.replaced.values())
-
-    @property
-    def changed(self) -> bool:
-        """Whether any graph runs otherwise than the framework runs it."""
-        return bool(self.sites or self.relaid or self.masks)
+NOT_PLANNED = "no chain of it is in the plan"
 
 
 class Backend:
     """A Dynamo back end that carries out a plan."""
 
-    def __init__(self, plan: Plan, device: Device | None = None, cache_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        device: Device | None = None,
+        cache_dir: Path | None = None,
+        policy: Policy = "fallback",
+    ) -> None:
         if plan.composition == "cudagraph" and plan.device_kind != "cuda":
             raise CompositionUnavailable("cudagraph", f"CUDA graphs need a GPU, and the plan is for {plan.device_kind}")
         self.plan = plan
         self.cache_dir = cache_dir or load().cache_dir
         self.device = device or describe_device(plan.device_kind)
         self.counters = Counters()
+        self.new_shapes = NewShapes(policy, plan, self.device, self.counters, self.cache_dir)
         self.hoisted: list[Hoisted] = []
         self._operators: dict[str, Any] = {}
         self._lock = threading.RLock()
@@ -104,20 +94,57 @@ class Backend:
             except NotCapturable as error:
                 self.counters.fallbacks[f"graph {number}"] = error.reason
                 return self._compose(number, module, module, inputs)
-            entries = [e for e in self.plan.entries if self._ready(e)]
-            done = rewrite(aten, graph, entries, lambda e, _: self._operators[e.id])
-            for replacement in done:
-                self.counters.replaced[replacement.entry] = self.counters.replaced.get(replacement.entry, 0) + 1
             masks = aten.meta.get(CONSTANT_MASKS, 0) if self.plan.constant_masks else 0
             self.counters.masks += masks
-            if not done and not relaid and not masks:
-                self.counters.fallbacks.setdefault(f"graph {number}", "no chain of it is in the plan")
-                return self._compose(number, module, module, inputs)
-            hoisted = hoist(aten)
-            if hoisted is None:
-                return self._compose(number, module, aten, inputs)
-            self.hoisted.append(hoisted)
-            return hoisted.bind(self._compose(number, module, aten, [*inputs, *hoisted.examples(inputs)]))
+            changed = relaid or masks > 0
+            unknown = self.new_shapes.counterparts(graph)
+            if not unknown:
+                return self._carried_out(number, module, aten, graph, inputs, changed)
+            original, gradients = fx.GraphModule(aten, copy.deepcopy(aten.graph)), torch.is_grad_enabled()
+            run = Replaceable(self._carried_out(number, module, aten, graph, inputs, changed))
+
+            def again() -> None:
+                examples = [node.meta["val"] for node in original.graph.find_nodes(op="placeholder")]
+                with compile_lock, self._lock, torch.set_grad_enabled(gradients):  # in the order that Dynamo takes them
+                    encoded = encode_graph(original, number)
+                    run.current = self._carried_out(number, module, original, encoded, examples, changed)
+
+            self.new_shapes.submit(unknown, again)
+            return run
+
+    def _carried_out(
+        self,
+        number: int,
+        module: fx.GraphModule,
+        aten: fx.GraphModule,
+        graph: Graph,
+        inputs: list[Any],
+        changed: bool,
+    ) -> Callable[..., Any]:
+        """The graph with all it has of the plan replaced; `changed` says that it differs from Dynamo's already."""
+        entries = [e for e in (*self.plan.entries, *self.new_shapes.entries) if self._ready(e)]
+        done = rewrite(aten, graph, entries, lambda e, _: self._operators[e.id])
+        for replacement in done:
+            self.counters.replaced[replacement.entry] = self.counters.replaced.get(replacement.entry, 0) + 1
+        if not done and not changed:
+            self.counters.fallbacks.setdefault(f"graph {number}", NOT_PLANNED)
+            return self._counted(self._compose(number, module, module, inputs))
+        if self.counters.fallbacks.get(f"graph {number}") == NOT_PLANNED:  # it was, before its shapes were learned
+            del self.counters.fallbacks[f"graph {number}"]
+        hoisted = hoist(aten)
+        if hoisted is None:
+            return self._compose(number, module, aten, inputs)
+        self.hoisted.append(hoisted)
+        return hoisted.bind(self._compose(number, module, aten, [*inputs, *hoisted.examples(inputs)]))
+
+    def _counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        counters = self.counters
+
+        def call(*inputs: Any) -> Any:
+            counters.framework_calls += 1
+            return run(*inputs)
+
+        return call
 
     def _relaid(self, number: int, aten: fx.GraphModule) -> bool:
         """Bring the graph's convolutions into the plan's memory format; whether that changed anything."""
@@ -181,28 +208,42 @@ def operator_name(entry: Entry) -> str:
     return f"{entry.family}_{entry.key[:12]}_{entry.contender}_{variant[:8]}"
 
 
+def _is_recurrent(module: fx.GraphModule) -> bool:
+    names = (getattr(n.target, "__name__", "").split(".")[0] for n in module.graph.nodes if n.op == "call_function")
+    return any(op_class(f"aten.{name}.default") == "rnn" for name in names)
+
+
 class Patched:
     """A patched model's handle. `undo()` takes the patch back; as a context manager it does so at the end."""
 
     def __init__(self, model: nn.Module, backend: Backend) -> None:
         self.model = model
-        self.plan = backend.plan
         self.counters = backend.counters
-        self._hoisted = backend.hoisted
+        self._backend = backend
         self._undone = False
         self._before = vars(model).get("_compiled_call_impl")
-        compiled = torch.compile(_private(model), backend=_GuardHooks(backend), dynamic=False)
-        self._ours = model._compiled_call_impl = _restoring_hook_guards(compiled)
+        self._ours = model._compiled_call_impl = live_call(model, backend, backend.counters)
         self._ours.patch = self  # type: ignore[attr-defined]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, with what was taken up at new shapes since: saved, it spares the next process that work."""
+        plan = self._backend.plan
+        return plan.model_copy(update={"entries": [*plan.entries, *self._backend.new_shapes.entries]})
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is left to do for new shapes; False if that takes longer than the timeout."""
+        return self._backend.new_shapes.wait(timeout_s)
 
     def refresh(self) -> None:
         """Make anew what was prepared of parameters; needed only after a write through `.data`, which torch hides."""
-        for hoisted in self._hoisted:
+        for hoisted in self._backend.hoisted:
             hoisted.forget()
 
     def undo(self) -> None:
         """Give the model back the call it had, in any order with other patches. Calling it twice does nothing more."""
         self._undone = True
+        self._backend.new_shapes.stop()
         if getattr(self.model, "_compiled_call_impl", None) is self._ours:
             before = self._before
             while isinstance(earlier := getattr(before, "patch", None), Patched) and earlier._undone:
@@ -218,70 +259,23 @@ class Patched:
         self.undo()
 
 
-def _private(model: nn.Module) -> Callable[..., Any]:
-    """The model's call in a code object of its own.
-
-    Dynamo counts captures by code object, and all modules share that of `Module._call_impl`, all of a class that of its
-    `forward`: the ninth patched model of a process would silently have run as it was.
-    """
-    implementation = model._call_impl
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return implementation(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    call.__code__ = call.__code__.replace()
-    return call
-
-
-class _GuardHooks:
-    """The back end, with guards on module hooks for what is captured.
-
-    Dynamo leaves them out by default, and a hook that is added later would be ignored silently. The setting is read
-    when guards are made, after the back end has returned, so `_restoring_hook_guards` puts it back.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-
-    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        compiled = self.backend(module, inputs)
-        if _changed.get() is None:
-            _changed.set(torch._dynamo.config.skip_nnmodule_hook_guards)
-        torch._dynamo.config.skip_nnmodule_hook_guards = False
-        return compiled
-
-
-_changed: ContextVar[bool | None] = ContextVar("hook guards before", default=None)
-
-
-def _is_recurrent(module: fx.GraphModule) -> bool:
-    names = (getattr(n.target, "__name__", "").split(".")[0] for n in module.graph.nodes if n.op == "call_function")
-    return any(op_class(f"aten.{name}.default") == "rnn" for name in names)
-
-
-def _restoring_hook_guards(call: Callable[..., Any]) -> Callable[..., Any]:
-    def patched_call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            # The user's own torch.compile traces through: the model's plain operators are its to compile.
-            return call(*args, **kwargs)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            before = _changed.get()
-            if before is not None:
-                torch._dynamo.config.skip_nnmodule_hook_guards = before
-                _changed.set(None)
-
-    return patched_call
-
-
-def patch(model: nn.Module, plan: Plan | str | Path, *, composition: Composition | None = None) -> Patched:
+def patch(
+    model: nn.Module,
+    plan: Plan | str | Path,
+    *,
+    composition: Composition | None = None,
+    policy: Policy = "fallback",
+) -> Patched:
     """Replace a model's planned chains by their fused kernels, on this instance only.
 
     Args:
         model: the live model, on the device the plan was made for.
         plan: a `Plan`, or the path of a plan file or run folder.
         composition: run the rest this way instead of the plan's.
+        policy: what becomes of planned chains at shapes that the plan doesn't have. "fallback" runs them as the
+            framework does. The others do so only until a background thread, with a child process, is done, and stop at
+            `undo()`: "nearest" takes the kernel of the nearest planned shape, built anew and verified but not timed;
+            "adaptive" races the chain as an analysis does (with quick effort) and takes the winner.
 
     Raises:
         PlanUnreadable: the file is no plan.
@@ -299,7 +293,7 @@ def patch(model: nn.Module, plan: Plan | str | Path, *, composition: Composition
     device = describe_device(plan.device_kind)
     if device.name != plan.device_name:
         raise PlanMismatch("device", plan.device_name, device.name)
-    return Patched(model, Backend(plan, device))
+    return Patched(model, Backend(plan, device, policy=policy))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic import ConfigDict
 from pydantic import ValidationError
 
+from fusescout.errors import PlanMismatch
 from fusescout.errors import PlanUnreadable
 from fusescout.ir import Subgraph
 from fusescout.session import Interval
@@ -115,3 +116,26 @@ class Plan(BaseModel):
 
     def composed(self, composition: Composition) -> Plan:
         return self.model_copy(update={"composition": composition})
+
+    def merged(self, other: Plan) -> Plan:
+        """This plan with another's entries after its own: one plan for all shapes that both were measured at.
+
+        Where both have an entry for a chain, and in how the rest runs, this one counts, unless it is empty.
+
+        Raises:
+            PlanMismatch: they are for different devices, modes or memory formats.
+        """
+        for what, field in (("device", "device_name"), ("mode", "mode"), ("memory format", "memory_format")):
+            mine, given = getattr(self, field), getattr(other, field)
+            if mine != given and not (field == "memory_format" and (self.is_empty or other.is_empty)):
+                raise PlanMismatch(what, mine, given)
+        if self.is_empty and not other.is_empty:
+            return other.merged(self)
+        known = {(e.family, e.key) for e in self.entries}
+        return self.model_copy(
+            update={
+                "entries": [*self.entries, *(e for e in other.entries if (e.family, e.key) not in known)],
+                "templates": list(dict.fromkeys((*self.templates, *other.templates))),
+                "constant_masks": self.constant_masks or other.constant_masks,
+            }
+        )

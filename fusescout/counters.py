@@ -1,0 +1,32 @@
+"""What a patch does and did, in numbers and reasons: read it through `handle.counters`."""
+
+from __future__ import annotations
+
+
+class Counters:
+    """What the patch did so far, over all captures of this model."""
+
+    def __init__(self) -> None:
+        self.captures = 0
+        """Graphs captured: one for each new shape, dtype, mode or graph piece."""
+        self.replaced: dict[str, int] = {}
+        """Sites replaced, by entry id."""
+        self.relaid = 0
+        """Graphs whose convolutions run channels-last."""
+        self.masks = 0
+        """Constant attention masks left out."""
+        self.fallbacks: dict[str, str] = {}
+        """Why an entry or a graph was left to the framework."""
+        self.framework_calls = 0
+        """Calls of graphs that no chain of the plan is in."""
+        self.adopted: dict[str, str] = {}
+        """Chains at new shapes that were taken up while the model ran, and on what grounds (`newshapes.py`)."""
+
+    @property
+    def sites(self) -> int:
+        return sum(self.replaced.values())
+
+    @property
+    def changed(self) -> bool:
+        """Whether any graph runs otherwise than the framework runs it."""
+        return bool(self.sites or self.relaid or self.masks)
