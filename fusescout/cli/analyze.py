@@ -20,6 +20,7 @@ from fusescout.cli.terminal import Terminal
 from fusescout.errors import EXIT_GATE
 from fusescout.errors import EXIT_OK
 from fusescout.errors import UsageProblem
+from fusescout.plan import Plan
 
 if TYPE_CHECKING:
     from fusescout.config import Config
@@ -45,6 +46,12 @@ def analyze(
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="DIR", help="Run folder. [default: fusescout-runs/<target>]"),
+    ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN", dir_okay=False, help="Put the plan into this file too, beside what other shapes put there."
+        ),
     ] = None,
     force: options.Force = False,
     as_json: options.AsJson = False,
@@ -78,6 +85,8 @@ def analyze(
         return _run_script(context, target, rest[rest[:1] == ["--"] :], as_json)
     _check_order(context, target, rest)
     final = place_for(config.output, target, force)
+    if into is not None and into.exists():
+        Plan.load(into)  # one that can't be read is told now
     if config.use_cache:
         from fusescout.cache import Cache
 
@@ -86,6 +95,10 @@ def analyze(
     terminal.out(text[0])
     if not as_json:
         terminal.note(f"Full report: {final / 'report.html'}")
+    if into is not None:
+        plan = Plan.load(into).merged(Plan.load(final)) if into.exists() else Plan.load(final)
+        plan.save(into)
+        terminal.note(f"{into} has {len(plan.entries)} entries now.")
     return gate(terminal, config.fail_under, text[1])
 
 

@@ -120,6 +120,27 @@ def test_analyze_writes_the_run_folder_and_prints_the_report(fake: Fake, tmp_pat
     assert fake.loads[0][1]["seed"] == 0
 
 
+def test_runs_at_several_shapes_go_into_one_plan(
+    fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line, file = ["analyze", "-q", "--into", "all.json", "model.py"], tmp_path / "all.json"
+    assert cli.main(line) == 0
+    assert Plan.load(file) == PLAN
+    other = Entry(
+        id="p", family="pointwise", chain=[], subgraph=EMPTY.to_json(), contender="eager", variant={}, sites=1
+    )
+    PLAN.model_copy(update={"entries": [other]}).save(file)
+    assert cli.main(line) == 0
+    assert Plan.load(file).entries == [other], "what was there stays"
+    PLAN.model_copy(update={"device_name": "another"}).save(file)
+    assert cli.main(line) == 3
+    assert "another" in capsys.readouterr().err
+    assert len(list((tmp_path / "fusescout-runs").iterdir())) == 3, "the run itself is kept"
+    file.write_text("{}")
+    assert cli.main(line) == 2
+    assert len(fake.loads) == 3, "a file that is no plan is told before anything is run"
+
+
 def test_json_is_exactly_one_document(fake: Fake, capfd: Any) -> None:
     assert cli.main(["analyze", "--json", "model.py"]) == 0
     assert json.loads(capfd.readouterr().out)["schema_version"] == 2

@@ -9,6 +9,7 @@ import pytest
 from graphs import Builder
 from graphs import spec
 
+from fusescout.errors import PlanMismatch
 from fusescout.errors import PlanUnreadable
 from fusescout.plan import Entry
 from fusescout.plan import Plan
@@ -63,3 +64,18 @@ def test_a_missing_plan_says_so(tmp_path: Path) -> None:
 def test_entries_can_be_taken_out() -> None:
     assert plan().without({"pointwise-1"}).entries == []
     assert plan().composed("inductor").composition == "inductor"
+
+
+def test_plans_of_several_shapes_merge_into_one() -> None:
+    b = Builder()
+    y = b.op("relu", spec(64, 4), b.input(spec(64, 4)))
+    larger = plan().entries[0].model_copy(update={"id": "b", "subgraph": b.graph(y).subgraph([y])[0].to_json()})
+    other = plan().model_copy(update={"entries": [larger, plan().entries[0]], "composition": "inductor"})
+    both = plan().merged(other)
+    assert [e.id for e in both.entries] == ["pointwise-1", "b"]
+    assert both.composition == "eager"
+    assert plan().emptied().merged(other).composition == "inductor", "an empty plan has no say"
+    assert both.merged(plan().emptied()) == both
+    for change in ({"device_name": "y"}, {"mode": "training"}, {"memory_format": "channels_last"}):
+        with pytest.raises(PlanMismatch, match=str(*change.values())):
+            plan().merged(other.model_copy(update=change))
