@@ -12,6 +12,8 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextlib import nullcontext
+from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -22,31 +24,49 @@ from torch._guards import detect_fake_mode
 MARK = "prepared_constant"
 """In a node's meta: it reads parameters, buffers and other such nodes only, and may run once."""
 STATIC = "_dynamo_static_input_type"
+TABLE = "table"
+"""In the meta of an input that stands for kept values: the sizes of the call's inputs decide its own."""
+
+
+@dataclass
+class Kept:
+    """Values that are kept between calls, and the sources they were made of: tensor, address, version."""
+
+    values: tuple[Tensor, ...] | None = None
+    seen: list[tuple[Tensor, int, int]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Hoisted:
     """The prepared constants of one graph.
 
     Attributes:
-        sources: which inputs of the graph they are made of.
+        sources: which inputs of the graph they are made of; none if they are made of literals.
         prepare: makes them.
+        in_place: new values are written over old ones. Not where gradients are recorded: a backward pass that is
+            still to come reads the old ones.
     """
 
-    def __init__(self, prepare: fx.GraphModule, sources: tuple[int, ...], specs: tuple[Tensor, ...]) -> None:
-        self.prepare, self.sources = prepare, sources
+    def __init__(
+        self, prepare: fx.GraphModule, sources: tuple[int, ...], specs: tuple[Tensor, ...], in_place: bool = True
+    ) -> None:
+        self.prepare, self.sources, self.in_place = prepare, sources, in_place
         self._specs = specs
-        self._seen: list[tuple[Tensor, int, int]] = []
-        self._values: tuple[Tensor, ...] = ()
-        self._lock = threading.Lock()
+        self._kept = Kept()
+
+    def share(self, known: dict[str, Kept]) -> None:
+        """Keep values together with other graphs that make the same ones, such as those of other input shapes."""
+        if not self.prepare.graph.find_nodes(op="get_attr"):
+            specs = [(tuple(s.shape), s.stride(), s.dtype, s.device) for s in self._specs]
+            self._kept = known.setdefault(f"{self.prepare.code}{specs}{self.in_place}", self._kept)
 
     def examples(self, inputs: Sequence[Any]) -> list[Any]:
         """Stand-ins for the values, for a compiler: fake tensors of its own, whose sizes are numbers.
 
         It would give a real tensor symbolic sizes, whose guards no input of the call could decide.
         """
-        device = inputs[self.sources[0]].device
         with _fake_mode(inputs):
-            return [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device=device) for s in self._specs]
+            return [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device=s.device) for s in self._specs]
 
     def bind(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The graph with its own inputs only; `run` takes the values after them."""
@@ -58,38 +78,46 @@ class Hoisted:
 
     def forget(self) -> None:
         """Make the values anew in the next call, whatever torch knows of their sources."""
-        self._seen = []
+        self._kept.seen = []
 
     def values(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """The values for these inputs, made anew where a source is another tensor or was written to."""
         sources = [inputs[k] for k in self.sources]
-        if not self._seen or not self._current(sources):
-            with self._lock:
+        kept = self._kept
+        if kept.values is None or not _current(sources, kept.seen):
+            with kept.lock:
                 return self._refresh(sources)
-        return self._values
-
-    def _current(self, sources: Sequence[Tensor]) -> bool:
-        for tensor, (seen, address, version) in zip(sources, self._seen, strict=True):
-            if tensor is not seen or tensor._version != version or tensor.data_ptr() != address:
-                return False
-        return True
+        return kept.values
 
     def _refresh(self, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        kept = self._kept
+        device = self._specs[0].device
+        on_gpu = device.type == "cuda"
         with torch.inference_mode(False), torch.no_grad():
             made = tuple(self.prepare(*sources))
             uncounted = any(t.is_inference() for t in sources)
-            if uncounted or (sources[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            if uncounted or (on_gpu and torch.cuda.is_current_stream_capturing()):
                 return made
-            if self._values:
-                for old, new in zip(self._values, made, strict=True):
+            if kept.values and self.in_place:
+                for old, new in zip(kept.values, made, strict=True):
                     old.copy_(new)
             else:
                 owned = {t.untyped_storage().data_ptr() for t in sources}
-                self._values = tuple(v.clone() if v.untyped_storage().data_ptr() in owned else v for v in made)
-            if sources[0].is_cuda:
-                torch.cuda.current_stream(sources[0].device).synchronize()  # the next call may use another stream
-        self._seen = [(t, t.data_ptr(), t._version) for t in sources]
-        return self._values
+                kept.values = tuple(v.clone() if v.untyped_storage().data_ptr() in owned else v for v in made)
+            if on_gpu:
+                torch.cuda.current_stream(device).synchronize()  # the next call may use another stream
+        kept.seen = [(t, t.data_ptr(), t._version) for t in sources]
+        assert kept.values is not None
+        return kept.values
+
+
+def _current(sources: Sequence[Tensor], known: Sequence[tuple[Tensor, int, int]]) -> bool:
+    if len(sources) != len(known):
+        return False
+    for tensor, (seen, address, version) in zip(sources, known, strict=True):
+        if tensor is not seen or tensor._version != version or tensor.data_ptr() != address:
+            return False
+    return True
 
 
 def _fake_mode(inputs: Sequence[Any]) -> AbstractContextManager[Any]:
@@ -102,32 +130,56 @@ def hoist(module: fx.GraphModule) -> Hoisted | None:
 
     A marked node that only marked nodes read is gone afterwards; the new inputs count as static for CUDA graphs.
     """
-    graph = module.graph
-    marked = [n for n in graph.nodes if n.meta.get(MARK)]
+    marked = [n for n in module.graph.nodes if n.meta.get(MARK)]
     if not marked:
         return None
     inside = set(marked)
-    inputs = graph.find_nodes(op="placeholder")
     read = {i for n in marked for i in n.all_input_nodes} - inside
-    if loose := read - set(inputs):
+    if loose := read - set(module.graph.find_nodes(op="placeholder")):
         raise ValueError(
             f"{', '.join(sorted(n.name for n in loose))} is no input, so what is made of it is no constant"
         )
-    sources = tuple(k for k, n in enumerate(inputs) if n in read)
-    results = [n for n in marked if any(u not in inside for u in n.users)]
+    hoisted = lift(module, [n for n in marked if any(u not in inside for u in n.users)], "prepared")
+    for node in reversed(module.graph.nodes):
+        if node in inside:
+            module.graph.erase_node(node)
+    module.recompile()
+    return hoisted
+
+
+def lift(module: fx.GraphModule, results: Sequence[fx.Node], prefix: str, in_place: bool = True) -> Hoisted:
+    """Replace nodes by new inputs at the end, in place, and part off what makes them.
+
+    Args:
+        module: a graph with `meta["val"]`.
+        results: tensors that depend on some of its inputs and on attributes; in the graph's order.
+        prefix: names the new inputs.
+        in_place: see `Hoisted`.
+    """
+    graph = module.graph
+    inputs = graph.find_nodes(op="placeholder")
+    inside, waiting = set(results), list(results)
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in inside:
+                inside.add(source)
+                waiting.append(source)
+    sources = tuple(k for k, n in enumerate(inputs) if n in inside)
     prepare = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {inputs[k]: prepare.placeholder(inputs[k].name) for k in sources}
-    for node in marked:
-        copied[node] = prepare.node_copy(node, copied.__getitem__)
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node in inside:
+            copied[node] = prepare.node_copy(node, copied.__getitem__)
     prepare.output([copied[n] for n in results])
-    last = inputs[-1]
+    last = inputs[-1] if inputs else None
     for k, node in enumerate(results):
         with graph.inserting_after(last):
-            last = graph.placeholder(f"prepared_{k}")
+            last = graph.placeholder(f"{prefix}_{k}")
         last.meta = {"val": node.meta["val"], "tensor_dict": {STATIC: "unguarded"}}
-        node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in inside)
-    for node in reversed(marked):
-        graph.erase_node(node)
+        node.replace_all_uses_with(last)
+    for node in reversed(graph.nodes):
+        if node in inside and not node.users and node.op != "placeholder":
+            graph.erase_node(node)
     graph.lint()
     module.recompile()
-    return Hoisted(fx.GraphModule(module, prepare), sources, tuple(n.meta["val"] for n in results))
+    return Hoisted(fx.GraphModule(module, prepare), sources, tuple(n.meta["val"] for n in results), in_place)

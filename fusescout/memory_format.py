@@ -54,7 +54,9 @@ def copy_of(module: fx.GraphModule) -> fx.GraphModule:
     """The same graph once more, with its nodes' names and meta; parameters are shared."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    return fx.GraphModule(module, graph)
+    copy = fx.GraphModule(module, graph)
+    copy.meta.update(module.meta)
+    return copy
 
 
 def has_convolutions(module: fx.GraphModule) -> bool:

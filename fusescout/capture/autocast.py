@@ -138,7 +138,7 @@ def _observe(
 ) -> tuple[Casts, list[torch.dtype]]:
     logs = []
     for mode in ({}, active):
-        with state(mode), disable_proxy_modes_tracing(), torch.no_grad(), _CastLog() as log:
+        with state(mode), _unseen(), _CastLog() as log:
             try:
                 out = target(*args, **kwargs)
             except RuntimeError:
@@ -152,10 +152,17 @@ def _observe(
 
 def _dtypes_without(target: OpOverload, args: Any, kwargs: Any) -> list[torch.dtype] | None:
     try:
-        with disable_proxy_modes_tracing(), torch.no_grad():
+        with _unseen():
             return _dtypes(target(*args, **kwargs))
     except RuntimeError:
         return None
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """Without gradients, and nothing of it in the traced graph: the tracer writes down switches of the grad mode too."""
+    with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
 
 
 def _dtypes(out: Any) -> list[torch.dtype]:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fusescout import ir
 from fusescout.hoisting import MARK
 from fusescout.hoisting import STATIC
+from fusescout.hoisting import TABLE
 from fusescout.liveness import dead
 
 WRITES_WHEN_TRAINING = {"batch_norm": 5, "instance_norm": 5}
@@ -72,11 +73,16 @@ def encode_graph(
                 module=module_path(node.meta, modules or {}),
                 source=source_line(node.meta),
                 mutates=writes(node),
-                is_parameter=STATIC in node.meta.get("tensor_dict", {}) or bool(node.meta.get(MARK)),
+                is_parameter=_is_parameter(node),
             )
         )
     idle = dead(nodes, outputs)
     return ir.Graph(index, tuple(replace(n, dead=n.name in idle) for n in nodes), tuple(outputs))
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """A parameter, a buffer, or what is made of them alone, at sizes that they alone decide."""
+    return (STATIC in node.meta.get("tensor_dict", {}) and TABLE not in node.meta) or bool(node.meta.get(MARK))
 
 
 def target_name(node: fx.Node) -> str:

@@ -99,16 +99,16 @@ def test_prepared_values_stay_where_they_are(model: nn.Module) -> None:
         with torch.no_grad():
             model(x)
     (hoisted,) = found
-    first = [v.data_ptr() for v in hoisted._values]
+    first = [v.data_ptr() for v in hoisted._kept.values]
     owned = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    assert not owned & {v.untyped_storage().data_ptr() for v in hoisted._values}
-    made = hoisted._values
+    assert not owned & {v.untyped_storage().data_ptr() for v in hoisted._kept.values}
+    made = hoisted._kept.values
     with torch.no_grad():
         model(x)
-        assert hoisted._values is made
+        assert hoisted._kept.values is made
         model.first.conv1.weight.mul_(2)
         model(x)
-    assert [v.data_ptr() for v in hoisted._values] == first
+    assert [v.data_ptr() for v in hoisted._kept.values] == first
     handle.undo()
 
 
