@@ -10,6 +10,7 @@ from fusescout.templates import gemm_problem
 from fusescout.templates.dialect import dialect_for
 from fusescout.templates.gemm_configs import clocks
 from fusescout.templates.gemm_configs import space
+from fusescout.templates.gemm_epilogue import BULK_BYTES
 from fusescout.templates.gemm_epilogue import refusal
 from fusescout.templates.gemm_source import Writer
 from fusescout.templates.source import build
@@ -25,14 +26,18 @@ from fusescout.template import Param
 
 NAME = "gemm_shared_input"
 FAMILY = "gemm_shared_input"
-SCHEDULES = ("plain", "auto", "roles", "coop", "pingpong")
-"""Those that write a tile of the result in one place."""
+SCHEDULES = ("plain", "auto", "coop", "pingpong")
+"""Those that may branch where they write: TileLang finds no roles in a kernel that branches, so "roles" is not one."""
 
 
 def supports(graph: Subgraph, device: Device) -> str | None:
     """None if the kernel covers all of `graph`, else a sentence why not."""
     shared = read(graph)
-    return shared if isinstance(shared, str) else refusal(_product(_steady(graph, shared, 1)), device, 1)
+    if isinstance(shared, str):
+        return shared
+    if device.kind == "cuda" and any(n * 2 % BULK_BYTES for n in shared.columns):
+        return "A result's rows don't start at multiples of 16 bytes, so the copy engine can't write it."
+    return refusal(_product(_steady(graph, shared, 1)), device, 1)
 
 
 def configs(graph: Subgraph, device: Device) -> list:
@@ -94,7 +99,6 @@ class _Writer(Writer):
         return (*given, *(Param(f"y{k}", "output", k, (m, n), (n, 1), dtype) for k, n in enumerate(widths)))
 
     def source(self, name: str) -> str:
-        self.bulk = [all((end - start) % 8 == 0 for start, end in self.ranges)]
         return "\n".join(part for line in super().source(name).splitlines() for part in self._parted(line)) + "\n"
 
     def _parted(self, line: str) -> list:

@@ -6,6 +6,7 @@ with many outputs checks them all.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,16 +19,21 @@ from fusescout.ir import Subgraph
 
 @dataclass(frozen=True)
 class Case:
-    """`family` is the family of templates that must cover it."""
+    """`family` is the family of templates that must cover it; inputs from number `parameters` on are parameters."""
 
     name: str
     family: str
     function: Callable
     inputs: Callable[[], tuple]
+    parameters: int | None = None
 
     def traced(self, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[Subgraph, list[Tensor]]:
         """The sub-graph and its inputs in order; `dtype` replaces float32."""
-        return trace(self.function, tuple(_moved(t, device, dtype) for t in self.inputs()))
+        given = tuple(_moved(t, device, dtype) for t in self.inputs())
+        graph, inputs = trace(self.function, given)
+        constant = {id(t) for t in given[self.parameters :]} if self.parameters else set()
+        specs = zip(graph.inputs, inputs, strict=True)
+        return replace(graph, inputs=tuple(replace(s, constant=id(t) in constant) for s, t in specs)), inputs
 
 
 def trace(function: Callable, inputs: tuple) -> tuple[Subgraph, list[Tensor]]:
@@ -298,6 +304,47 @@ ROWWISE = [
         "strided_norm", "rowwise", lambda x: F.layer_norm(x, (16,)), lambda: (randn(2, 16, 5, 6).permute(0, 2, 3, 1),)
     ),
     Case("wide", "rowwise", lambda x: x.softmax(-1), lambda: (randn(2, 20011),)),
+]
+
+
+def _qkv(x: Tensor, q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> tuple[Tensor, ...]:
+    """Biases are of the first products, as some models have them."""
+    return tuple(F.linear(x, w, bias[n] if n < len(bias) else None) for n, w in enumerate((q, k, v)))
+
+
+def _turned(x: Tensor, q: Tensor, k: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.addmm(b, x, q), x @ k
+
+
+SHARED = [
+    Case(
+        "qkv_bias",
+        "gemm_shared_input",
+        _qkv,
+        lambda: (randn(2, 37, 24), *(randn(72, 24, seed=n) for n in range(3)), *(randn(72, seed=n) for n in range(3))),
+        1,
+    ),
+    Case(
+        "qkv_grouped",
+        "gemm_shared_input",
+        _qkv,
+        lambda: (randn(70, 24), randn(136, 24), randn(32, 24), randn(32, 24, seed=1), randn(136)),
+        1,
+    ),
+    Case(
+        "qkv_one_row",
+        "gemm_shared_input",
+        _qkv,
+        lambda: (randn(1, 1, 24), randn(96, 24), randn(32, 24), randn(32, 24, seed=1)),
+        1,
+    ),
+    Case(
+        "projections_turned",
+        "gemm_shared_input",
+        _turned,
+        lambda: (randn(130, 24), randn(24, 104), randn(24, 56), randn(104)),
+        1,
+    ),
 ]
 REFUSED = {
     "batch_0": (lambda x: x * 2, lambda: (torch.empty(0, 5),)),

@@ -58,7 +58,7 @@ def _w(*shape: int) -> Tensor:
     return Tensor(shape, weight=True)
 
 
-def _by(*sizes: int) -> str:
+def _by(*sizes: int | str) -> str:
     return "×".join(map(str, sizes))
 
 
@@ -74,6 +74,16 @@ def _gemm(m: int, n: int, k: int, chain: str, shapes: str = "full") -> Case:
 def _gated(m: int, n: int, k: int, chain: str = "swiglu", shapes: str = "full") -> Case:
     weights = (_weight(2 * n, k),) if chain == "swiglu_packed" else (_weight(n, k), _weight(n, k))
     return Case("gated_mlp", chain, _by(m, n, k), (_x(m, k), *weights), shapes)
+
+
+def _projections(m: int, widths: tuple[int, int, int], k: int, *, bias: bool, shapes: str = "full") -> Case:
+    """Queries, keys and values: equal widths are BERT's, narrower keys and values those of grouped queries."""
+    same = len(set(widths)) == 1
+    title = _by(m, f"(3×{widths[0]})" if same else f"({'+'.join(map(str, widths))})", k)
+    biases = tuple(_w(n) for n in widths) if bias else ()
+    return Case(
+        "gemm_shared_input", "projections", title, (_x(m, k), *(_weight(n, k) for n in widths), *biases), shapes
+    )
 
 
 def _rows(chain: str, *shape: int, extra: Iterable[Tensor] = (), shapes: str = "full") -> Case:
@@ -167,6 +177,9 @@ CASES: tuple[Case, ...] = (
     _gated(2048, 8192, 2048),
     _gated(4096, 11008, 4096, "geglu"),
     _gated(4096, 11008, 4096, "swiglu_packed"),
+    _projections(16384, (768, 768, 768), 768, bias=True),
+    _projections(4096, (2048, 512, 512), 2048, bias=False),
+    _projections(16, (2048, 512, 512), 2048, bias=False),
     _norm("add_layer_norm", 8192, 768),
     _norm("add_layer_norm", 16384, 4096),
     _norm("add_rms_norm", 8192, 4096),
@@ -209,6 +222,7 @@ CASES: tuple[Case, ...] = (
     ),
     _gemm(64, 96, 32, "bias_gelu_tanh", "quick"),
     _gated(33, 40, 24, shapes="quick"),
+    _projections(64, (96, 32, 32), 96, bias=True, shapes="quick"),
     _norm("add_layer_norm", 512, 768, "quick"),
     _norm("llama_rms_norm", 512, 512, "quick"),
     _attention_scores("scaled_masked_softmax", 2, 4, 128, "quick"),

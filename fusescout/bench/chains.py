@@ -49,6 +49,11 @@ def swiglu_packed(x: Tensor, both: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def projections(x: Tensor, q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> tuple[Tensor, ...]:
+    """Attention's three products of one input, with a bias each or none."""
+    return tuple(F.linear(x, w, *bias[n : n + 1]) for n, w in enumerate((q, k, v)))
+
+
 def layer_norm(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], w, b)
 

@@ -16,11 +16,13 @@ from template_cases import OPERATORS
 from template_cases import POINTWISE
 from template_cases import REFUSED
 from template_cases import ROWWISE
+from template_cases import SHARED
 from template_cases import trace
 
 from fusescout.contenders.binding import bind
 from fusescout.contenders.compile_cpu import c_source
 from fusescout.contenders.compile_cpu import compile_cpu
+from fusescout.contenders.preparing import prepared
 from fusescout.contenders.tilelang import TileLang
 from fusescout.device import Device
 from fusescout.registry import load
@@ -28,8 +30,8 @@ from fusescout.verify import Verifier
 
 CPU = Device("cpu", "cpu", "x86_64", 2)
 TEMPLATES = load().templates
-SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES
-HALVES = ("bias_gelu", "add_rms_norm", "row_scale", "group_norm", "cross_entropy", "rotary")
+SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES + SHARED
+HALVES = ("bias_gelu", "qkv_grouped", "add_rms_norm", "row_scale", "group_norm", "cross_entropy", "rotary")
 
 
 def conform(case, folder, optimise, dtype=None):
@@ -41,8 +43,12 @@ def conform(case, folder, optimise, dtype=None):
     }
     verifier = Verifier(graph, inputs, "cpu")
     for name, template in covering.items():
-        kernel = template.kernel(graph, template.configs(graph, CPU)[0], CPU)
-        run = bind(graph, kernel, compile_cpu(kernel, folder, optimise), CPU)
+        config = template.configs(graph, CPU)[0]
+        split = template.prepared(graph, config) if hasattr(template, "prepared") else None
+        steady = split.steady if split else graph
+        kernel = template.kernel(steady, config, CPU)
+        run = bind(steady, kernel, compile_cpu(kernel, folder, optimise), CPU)
+        run = prepared(split, run).run if split else run
         outcome = verifier.check(run, "full")
         assert not outcome.reason, f"{name}: {outcome.reason}"
         assert outcome.stats.deterministic
