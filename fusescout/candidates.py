@@ -18,6 +18,7 @@ from fusescout.flops import cost
 from fusescout.flops import op_class
 from fusescout.ir import Graph
 from fusescout.ir import Subgraph
+from fusescout.ir import TensorSpec
 from fusescout.regions import GEMMS
 from fusescout.regions import Region
 from fusescout.regions import find_regions
@@ -149,7 +150,7 @@ def lower_bound(subgraph: Subgraph, device: Device, seen_us: float = math.inf) -
     heavy = [op for op in subgraph.ops if op.name in GEMMS or op_class(op.target) == "conv"]
     compute_s = 0.0
     if heavy:
-        dtype = next((s.dtype for s in subgraph.output_specs), "float32")
+        dtype = next((op.out.dtype for op in heavy if isinstance(op.out, TensorSpec)), "float32")
         rates = device.flops_per_s
         rate = rates.get(dtype) or max(rates.values(), default=0.0)
         if dtype == "float32" and device.kind == "cuda":

@@ -133,6 +133,12 @@ def _cross_entropy(rows: int, classes: int, shapes: str = "full") -> Case:
     return Case("cross_entropy", "cross_entropy", _by(rows, classes), (_x(rows, classes), labels), shapes)
 
 
+def _linear_cross_entropy(rows: int, classes: int, width: int, shapes: str = "full") -> Case:
+    labels = Tensor((rows,), dtype="int64", high=classes)
+    inputs = (_x(rows, width), _weight(classes, width), labels)
+    return Case("linear_cross_entropy", "linear_cross_entropy", _by(rows, classes, width), inputs, shapes)
+
+
 def _group_norm(chain: str, batch: int, channels: int, side: int, last: bool = False, shapes: str = "full") -> Case:
     image = _x(batch, channels, side, side, order=CHANNELS_LAST if last else ())
     title = _by(batch, channels, side, side) + (" channels-last" if last else "")
@@ -201,6 +207,8 @@ CASES: tuple[Case, ...] = (
     _rope(4, 32, 4096, 128),
     _cross_entropy(8192, 32000),
     _cross_entropy(4096, 50257),
+    _linear_cross_entropy(8192, 50257, 768),
+    _linear_cross_entropy(4096, 128256, 4096),
     _group_norm("group_norm_silu", 16, 320, 64),
     _group_norm("group_norm_silu", 16, 320, 64, last=True),
     _group_norm("instance_norm_relu", 16, 256, 64),
@@ -230,6 +238,7 @@ CASES: tuple[Case, ...] = (
     _scale_shift(4, 32, 28, last=False, shapes="quick"),
     _rope(2, 4, 128, 64, "quick"),
     _cross_entropy(256, 1000, "quick"),
+    _linear_cross_entropy(256, 1000, 64, "quick"),
     _group_norm("group_norm_silu", 2, 64, 16, shapes="quick"),
     _conv("conv_bn_relu", 2, 16, 16, 28, shapes="quick"),
     _reduction("gelu_mean_pool", 4, 64, 28, 28, shapes="quick"),

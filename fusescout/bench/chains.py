@@ -131,6 +131,11 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels)
 
 
+def linear_cross_entropy(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    """A vocabulary head and its loss, as `transformers` computes it."""
+    return F.cross_entropy(F.linear(x, w).float(), labels)
+
+
 def group_norm_silu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.silu(F.group_norm(x, GROUPS, w, b))
 

@@ -88,6 +88,8 @@ def _operator(graph: Subgraph) -> str | None:
         return "silu_mul"
     if chain == ("to", "cross_entropy_loss") and widths == 2:
         return "cross_entropy"
+    if chain == ("linear", "to", "cross_entropy_loss") and widths == 3 and len(last.args) == 2:
+        return "linear_cross_entropy"
     if chain == ("group_norm", "silu") and widths == 3:
         return "group_norm_silu"
     return None
@@ -137,6 +139,11 @@ def _cross_entropy(graph: Subgraph) -> Callable[[Inputs], Any]:
     return lambda x: apply(x[0], x[1], None)[0].float()
 
 
+def _linear_cross_entropy(graph: Subgraph) -> Callable[[Inputs], Any]:
+    apply = _function("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
+    return lambda x: apply(x[0], x[1], x[2])[0].float()
+
+
 def _group_norm_silu(graph: Subgraph) -> Callable[[Inputs], Any]:
     from torch.nn.functional import silu
 
@@ -162,5 +169,6 @@ MAKERS: dict[str, Maker] = {
     "add_rms_norm": _add_rms_norm,
     "silu_mul": _silu_mul,
     "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _linear_cross_entropy,
     "group_norm_silu": _group_norm_silu,
 }

@@ -132,6 +132,7 @@ PEERS = {
     "softmax": ("softmax", cases._rows("softmax", 4, 8)),
     "silu_mul": ("silu_mul", cases._points("silu_mul", 4, 8, extra=(cases._x(4, 8),))),
     "cross_entropy": ("cross_entropy", cases._cross_entropy(4, 8)),
+    "linear_cross_entropy": ("linear_cross_entropy", cases._linear_cross_entropy(4, 40, 8)),
     "group_norm": ("group_norm_silu", cases._group_norm("group_norm_silu", 2, 64, 4)),
     "swiglu": (None, cases._gated(4, 8, 8)),
 }
