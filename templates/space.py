@@ -118,7 +118,7 @@ def space_of(graph: Subgraph, laid: Laid, depth: int = 0) -> Space:
     """
     lead = len(laid.sizes) - depth
     for spec in graph.output_specs:
-        if not _dense(spec):
+        if not is_dense(spec):
             raise Unsupported(f"its output {spec} leaves gaps in memory or overlaps itself")
     for piece in laid.outputs:
         if not _fills(piece.strides[:lead], depth > 0) or not _fills(piece.strides[lead:], True):
@@ -173,7 +173,8 @@ def even_runs(sizes: tuple, strides: list) -> list:
     return groups
 
 
-def _dense(spec: TensorSpec) -> bool:
+def is_dense(spec: TensorSpec) -> bool:
+    """Whether a tensor fills its memory, element by element, in some order of its dimensions."""
     expected = 1
     for stride, n in sorted((s, n) for n, s in zip(spec.shape, spec.stride, strict=True) if n != 1):
         if stride != expected:

@@ -180,3 +180,30 @@ PIECES = [
         "avg_pool", "pointwise", lambda x, y: F.gelu(F.avg_pool3d(x + y, 2)), lambda: (randn(2, 3, 4, 6, 10), randn(1))
     ),
 ]
+WINDOWED = [
+    Case(
+        "max_pool_overlap",
+        "pooling",
+        lambda x, b: F.mish(F.max_pool2d(F.relu(x + b), 3, 2, 1)),
+        lambda: (randn(2, 5, 11, 13), randn(5, 1, 1)),
+    ),
+    Case(
+        "max_pool_ceil",
+        "pooling",
+        lambda x: F.max_pool2d(x * 2, 3, 2, ceil_mode=True, dilation=(1, 2)) + 1,
+        lambda: (randn(2, 6, 12, 15).to(memory_format=torch.channels_last),),
+    ),
+    Case(
+        "avg_pool_ceil",
+        "pooling",
+        lambda x, y: F.gelu(F.avg_pool2d(x, 3, 2, 1, ceil_mode=True)) * y,
+        lambda: (randn(2, 5, 12, 10), randn(5, 1, 1)),
+    ),
+    Case(
+        "avg_pool_uneven",
+        "pooling",
+        lambda x: torch.sigmoid(F.avg_pool3d(x, (2, 3, 2), (2, 2, 3), (0, 1, 1), count_include_pad=False)),
+        lambda: (randn(2, 3, 5, 7, 9),),
+    ),
+]
+"""Pooling with windows that overlap, stick out or leave something over."""

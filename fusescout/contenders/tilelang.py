@@ -29,6 +29,7 @@ from fusescout.device import Device
 from fusescout.errors import ContenderFailed
 from fusescout.ir import Subgraph
 from fusescout.regions import GEMMS
+from fusescout.regions_pieces import WINDOWS
 from fusescout.regions_rows import LOSSES
 from fusescout.registry import Registry
 from fusescout.registry import load
@@ -165,6 +166,7 @@ def _is_meant(family: str, graph: Subgraph) -> bool:
     """Whether a family is for chains like this one: that another's templates refuse it goes without saying."""
     products = sum(op.name in GEMMS for op in graph.ops)
     meant = {"gemm_epilogue": products == 1, "gated_mlp": products == 2, "pointwise": not products}
+    meant["pooling"] = any(op.name in WINDOWS for op in graph.ops)
     meant |= {"rowwise": not products, "gemm_shared_input": products > 1}
     meant["linear_cross_entropy"] = products == 1 and graph.ops[-1].name in LOSSES
     return meant.get(family, True)

@@ -5,6 +5,7 @@ import torch
 from row_cases import PIECES
 from row_cases import ROWS
 from row_cases import WIDE
+from row_cases import WINDOWED
 from template_cases import POINTWISE
 from template_cases import ROWWISE
 from template_cases import Case
@@ -25,10 +26,10 @@ pytestmark = pytest.mark.skipif(nvcc_path() is None, reason="nvcc is not install
 
 HOPPER = Device("cuda", "NVIDIA H200", "sm_90a", 132)
 TEMPLATES = load().templates
-SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES
+SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES + WINDOWED
 CHOSEN = (
     "bias_gelu", "mask", "transposed", "layer_norm", "masked_softmax", "extremes", "softmax_channels",
-    "wide_group_norm", "wide_cross_entropy", "partly_rotary",
+    "wide_group_norm", "wide_cross_entropy", "partly_rotary", "max_pool_overlap",
 )  # fmt: skip
 
 
@@ -38,9 +39,7 @@ def report(case, dtype, which=0):
     return cubin_report(template.kernel(graph, template.configs(graph, HOPPER)[which], HOPPER))
 
 
-@pytest.mark.parametrize(
-    "case", [c for c in POINTWISE + ROWWISE + ROWS + WIDE + PIECES if c.name in CHOSEN], ids=lambda c: c.name
-)
+@pytest.mark.parametrize("case", [c for c in SHAPES if c.name in CHOSEN], ids=lambda c: c.name)
 def test_assembles_without_spills(case):
     found = report(case, torch.bfloat16)
     assert found.spilled_bytes == 0

@@ -12,6 +12,7 @@ import torch
 from row_cases import PIECES
 from row_cases import ROWS
 from row_cases import WIDE
+from row_cases import WINDOWED
 from template_cases import OPERATORS
 from template_cases import POINTWISE
 from template_cases import REFUSED
@@ -30,7 +31,7 @@ from fusescout.verify import Verifier
 
 CPU = Device("cpu", "cpu", "x86_64", 2)
 TEMPLATES = load().templates
-SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES + SHARED
+SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES + WINDOWED + SHARED
 HALVES = ("bias_gelu", "qkv_grouped", "add_rms_norm", "row_scale", "group_norm", "cross_entropy", "rotary")
 
 

@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 from row_cases import PIECES
 from row_cases import ROWS
 from row_cases import WIDE
+from row_cases import WINDOWED
 from template_cases import OPERATORS
 from template_cases import POINTWISE
 from template_cases import ROWWISE
@@ -58,7 +59,7 @@ def test_shapes(case, dtype, contender):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", ROWS + WIDE + PIECES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", ROWS + WIDE + PIECES + WINDOWED, ids=lambda c: c.name)
 def test_rows_and_pieces(case, dtype, contender):
     conform(contender, case, dtype)
 
