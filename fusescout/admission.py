@@ -45,6 +45,8 @@ def check_finite(workload: Workload) -> None:
     for name, value, is_parameter in _named(workload.model):
         if not (value.is_floating_point() or value.is_complex()) or value.element_size() < 2:
             continue
+        if value.sum().isfinite():
+            continue  # one pass, and no copy: 0.5 s less for 30 M parameters; a sum may overflow, so only this is final
         if value.isnan().any():
             raise ModelHasNaN(f"{'Parameter' if is_parameter else 'Buffer'} {name}", "NaN")
         # A buffer may hold -inf: attention masks do.

@@ -40,6 +40,7 @@ from fusescout.plan import Entry
 from fusescout.plan import Plan
 from fusescout.profiling import profile
 from fusescout.races import race_all
+from fusescout.recall import Recall
 from fusescout.session import CandidateResult
 from fusescout.session import EndToEnd
 from fusescout.session import Environment
@@ -120,6 +121,7 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
     graphs = [g.graph for g in captured.graphs]
     on_event("rank", 0, 0, f"{sum(len(g.nodes) for g in graphs)} nodes")
     with clock.stage("rank"):
+        recall = Recall.of(graphs, device, config.top, config.cache_dir if config.use_cache else None)
         ranking = rank(
             graphs,
             measured.time_us,
@@ -127,9 +129,13 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
             device,
             _refusal(device, config),
             config.top,
+            recall.weight,
         )
     with clock.stage("race"):
         races = race_all(ranking.candidates, captured, device, config, on_event, folder, spare)
+    recall.keep((c.key for c in ranking.candidates), ranking.left)
+    with clock.stage("device"):
+        ceilings(kind, (workload.dtype,), config.cache_dir)  # for the next analysis
     decisions = {
         c.id: decide(c, races[c.id].contenders, races[c.id].samples, config.threshold) for c in ranking.candidates
     }

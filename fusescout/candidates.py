@@ -60,6 +60,8 @@ class Candidate:
 class Ranking:
     candidates: tuple[Candidate, ...]
     rejections: tuple[Rejection, ...]
+    left: tuple[str, ...] = ()
+    """Keys of the chains that were rejected for the size of their gain."""
 
 
 def rank(
@@ -69,6 +71,7 @@ def rank(
     device: Device,
     refusal: Callable[[str, Subgraph], str | None],
     top: int,
+    weight: Callable[[str], float] = lambda key: 1.0,
 ) -> Ranking:
     """Find, price and rank the chains of all graphs.
 
@@ -79,6 +82,7 @@ def rank(
         device: measured ceilings.
         refusal: why no contender can beat the framework on a chain of a family, or None if at least one can try.
         top: how many candidates to keep.
+        weight: what the gain of the chain with this key counts for, against the bar and among the others (`recall`).
     """
     groups: dict[tuple[str, str], list[tuple[Region, Graph]]] = defaultdict(list)
     cut: dict[tuple[str, str], tuple[Subgraph, tuple[str, ...]]] = {}
@@ -95,22 +99,27 @@ def rank(
 
     candidates: list[Candidate] = []
     rejections: list[Rejection] = []
+    left: list[str] = []
     for (family, key), members in groups.items():
         subgraph, inputs = cut[family, key]
         members = _disjoint(members)
         candidate = _price(family, subgraph, inputs, members, node_time_us, step_us, device)
-        code, reason = _verdict(candidate, step_us, refusal)
+        code, reason = _verdict(candidate, step_us, refusal, weight(key))
+        if code == "below-threshold":
+            left.append(key)
         if code:
             rejections.append(_reject(candidate, code, reason))
         else:
             candidates.append(candidate)
-    candidates.sort(key=lambda c: (-c.gain_us, c.key))
+    candidates.sort(key=lambda c: (-c.gain_us * weight(c.key), c.key))
     more = "One candidate" if top == 1 else f"{top} candidates"
     late = f"{more} could give more; raise --top to race it too."
     rejections += [_reject(candidate, "below-threshold", late) for candidate in candidates[top:]]
+    left += [candidate.key for candidate in candidates[top:]]
+    best = sorted(candidates[:top], key=lambda c: (-c.gain_us, c.key))
     rejections += _uncovered(graphs, covered, node_time_us, step_us)
     rejections.sort(key=lambda r: -r.time_us)
-    return Ranking(tuple(candidates[:top]), tuple(rejections))
+    return Ranking(tuple(best), tuple(rejections), tuple(left))
 
 
 def _is_the_librarys(
@@ -201,18 +210,18 @@ def _price(
     )
 
 
-def _verdict(candidate: Candidate, step_us: float, refusal: Callable[[str, Subgraph], str | None]) -> tuple[str, str]:
+def _verdict(
+    candidate: Candidate, step_us: float, refusal: Callable[[str, Subgraph], str | None], weight: float
+) -> tuple[str, str]:
     """A rejection code and sentence, or two empty strings."""
     if candidate.launches_removed == 0 and candidate.time_us < ONE_OP_SLACK * candidate.bound_us:
         over_bound = candidate.time_us / max(candidate.bound_us, 1e-9)
         return "one-op", f"It is one kernel already and takes {over_bound:.2f} times its physical bound."
-    if candidate.gain_us < MIN_SHARE * step_us:
+    if candidate.gain_us * weight < MIN_SHARE * step_us:
         share = candidate.gain_us / step_us if step_us else 0.0
-        return (
-            "below-threshold",
-            f"At its physical bound it would give {share:.2%} of the step;"
-            f" {MIN_SHARE:.1%} is needed to be worth a race.",
-        )
+        needed = f"{MIN_SHARE / weight:.1%} is needed to be worth a race"
+        needed += ", since an earlier analysis left it" if weight < 1.0 else ""
+        return "below-threshold", f"At its physical bound it would give {share:.2%} of the step; {needed}."
     reason = refusal(candidate.family, candidate.subgraph)
     return ("unsupported", reason) if reason else ("", "")
 

@@ -19,8 +19,11 @@ from fusescout.probe import describe_device
 from fusescout.probe import measure_device
 from fusescout.session import write_atomic
 
-ENOUGH = 3
-"""Measurements after which what is remembered stands: one takes 1.4 s of a CPU, which a warm analysis feels."""
+ENOUGH = 2
+"""Measurements after which what is remembered stands: one takes 1.4 s of a CPU, which a warm analysis feels.
+
+An analysis that races takes both, the second one after the races: a disturbance seldom lasts so long.
+"""
 
 
 def ceilings(kind: str, dtypes: tuple[str, ...], cache_dir: Path) -> Device:

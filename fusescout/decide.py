@@ -68,7 +68,7 @@ def decide(
             None,
         )
     order = [name for name in UPKEEP_ORDER if name in fit]
-    if doubt := _implausible(candidate, _median(samples["eager"])):
+    if doubt := implausible(candidate, _median(samples["eager"])):
         return Decision("eager", False, doubt, None, None, 0.0, None)
     medians = {name: _median(samples[name]) for name in order}
     for name in reversed(order[1:]):
@@ -95,7 +95,7 @@ def decide(
     return _keep(results, samples, order, medians, threshold)
 
 
-def _implausible(candidate: Candidate, eager_us: float) -> str:
+def implausible(candidate: Candidate, eager_us: float) -> str:
     """Why the race's baseline can't be the chain that was profiled, or an empty string.
 
     On a busy machine a race once measured 15 ms for a chain that takes 57 µs in the model: no win over that counts.

@@ -32,7 +32,7 @@ from fusescout.workload import Workload
 
 SAMPLE_S = 0.02
 """One sample lasts at least this long: clock and launch jitter stay below 1 % of it."""
-ENOUGH_ROUNDS, BUDGET_S = 6, 4.5
+ENOUGH_ROUNDS, BUDGET_S = 6, 5.5
 """After so many rounds and seconds the measurement ends: a slow model's rounds scatter less than a fast one's."""
 NOTHING_REPLACED = "No planned chain was replaced"
 DISTURBED = 0.1
@@ -52,8 +52,6 @@ class Way:
     composition: Composition | None = None
     peak_bytes: int | None = None
     note: str = ""
-    step_s: float = 0.0
-    """What one warm step took, roughly."""
 
 
 def compare(
@@ -97,8 +95,8 @@ class _Bench:
         self.workload, self.config, self.judge, self.on_event = workload, config, judge, on_event
         step = _stepper(workload)
         with _untouched(workload):
-            step_s, peak_bytes = _seconds(step, workload.device), _peak_bytes(step, workload.device)
-        eager = Way("eager", workload.model, step, 0.0, peak_bytes=peak_bytes, step_s=step_s)
+            peak_bytes = _peak_bytes(step, workload.device)
+        eager = Way("eager", workload.model, step, 0.0, peak_bytes=peak_bytes)
         self.ways = [eager, replace(eager, name="eager again")]
         self.failed: list[Rival] = []
         self.dropped: list[str] = []
@@ -199,16 +197,8 @@ def _warm(name: str, workload: Workload, model: Any) -> Way:
             step()
         _synchronize(workload.device)
         compile_s = time.perf_counter() - start
-        step_s, peak_bytes = _seconds(step, workload.device), _peak_bytes(step, workload.device)
-    return Way(name, model, step, compile_s, peak_bytes=peak_bytes, step_s=step_s)
-
-
-def _seconds(step: Callable[[], Any], device: str) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    step()
-    _synchronize(device)
-    return time.perf_counter() - start
+        peak_bytes = _peak_bytes(step, workload.device)
+    return Way(name, model, step, compile_s, peak_bytes=peak_bytes)
 
 
 def _peak_bytes(step: Callable[[], Any], device: str) -> int | None:
@@ -255,11 +245,21 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def _seconds(step: Callable[[], Any], device: str, count: int) -> float:
+    """Of one step, in a sample of several."""
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(count):
+        step()
+    _synchronize(device)
+    return (time.perf_counter() - start) / count
+
+
 def measure(
     ways: list[Way], rounds: int, device: str, on_event: OnEvent, budget_s: float = BUDGET_S
 ) -> dict[str, list[float]]:
     """Interleaved samples of every way, in µs a call: each round runs all of them, every second round backwards."""
-    repeats = {way.name: max(1, round(SAMPLE_S / max(way.step_s, 1e-6))) for way in ways}
+    repeats: dict[str, int] = {}
     samples: dict[str, list[float]] = {way.name: [] for way in ways}
     begin = time.perf_counter()
     for number in range(rounds):
@@ -267,15 +267,11 @@ def measure(
             break
         on_event("end to end", number, rounds, "measuring")
         for way in ways if number % 2 == 0 else reversed(ways):
-            count = repeats[way.name]
-            if count > 1:
-                way.step()  # the way before it left other data in the caches: not noticed in a call of 20 ms
-            _synchronize(device)
-            start = time.perf_counter()
-            for _ in range(count):
-                way.step()
-            _synchronize(device)
-            samples[way.name].append((time.perf_counter() - start) / count * 1e6)
+            first_s = _seconds(way.step, device, 1)
+            count = repeats.setdefault(way.name, max(1, round(SAMPLE_S / max(first_s, 1e-6))))
+            # The way before it left other data in the caches: in a call of 20 ms that is not noticed, so it counts.
+            sample_s = first_s if count == 1 else _seconds(way.step, device, count)
+            samples[way.name].append(sample_s * 1e6)
     return samples
 
 

@@ -1,4 +1,6 @@
-"""Compiles the TileLang kernels of all candidates ahead of the races: on CUDA while the first of them already run.
+"""Does what will be needed ahead, while something else runs: compiles kernels, imports compilers.
+
+The TileLang kernels of all candidates are compiled before the races; on CUDA while the first of them already run.
 
 One child does it in threads: TileLang's lowering releases the interpreter lock and the compilers are processes of
 their own. If the child dies, the races compile what they need themselves.
@@ -7,10 +9,12 @@ their own. If the child dies, the races compile what they need themselves.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import threading
 from collections.abc import Iterator
 from collections.abc import Sequence
 from contextlib import contextmanager
+from contextlib import suppress
 
 from fusescout.config import Config
 from fusescout.device import Device
@@ -60,3 +64,23 @@ def compiling_ahead(subgraphs: Sequence[Subgraph], device: Device, config: Confi
         worker.kill()
         thread.join()
         worker.close()
+
+
+@contextmanager
+def importing_ahead(modules: Sequence[str]) -> Iterator[None]:
+    """Import modules in a thread while the block waits for a child: 1.5 s for Inductor and TileLang.
+
+    Not for a block in which something is timed on the CPU. What can't be imported will say so where it is used.
+    """
+
+    def import_all() -> None:
+        for module in modules:
+            with suppress(ImportError):
+                importlib.import_module(module)
+
+    thread = threading.Thread(target=import_all, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()

@@ -7,21 +7,30 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from fusescout.candidates import Candidate
 from fusescout.capture import Capture
 from fusescout.capture import activations
 from fusescout.config import Config
 from fusescout.decide import decide
+from fusescout.decide import implausible
 from fusescout.decide import select
 from fusescout.device import Device
 from fusescout.endtoend import OnEvent
 from fusescout.inputs import save
 from fusescout.prefetch import compiling_ahead
+from fusescout.prefetch import importing_ahead
 from fusescout.tune import RaceResult
+from fusescout.tune import forget_race
 from fusescout.tune import race
 from fusescout.tune import stored_race
 from fusescout.workerpool import Spare
+
+COMPILERS = ("tilelang", "torch._inductor.compile_fx")
+"""What the patched model will be built with."""
+DISTURBED = 0.1
+"""Eager's time over its own in the rounds of one race, from which the race is not believed a second time."""
 
 
 def race_all(
@@ -44,11 +53,15 @@ def race_all(
         folder: where generated sources and repro scripts are kept; None keeps none.
         spare: lends the worker.
     """
-    known = {c.id: stored_race(c.subgraph, device, config) for c in candidates}
+    known = {c.id: _known(c, device, config) for c in candidates}
     settled = _settled(candidates, known, config, device)
     unknown = [c.subgraph for c in candidates if known[c.id] is None]
     races: dict[str, RaceResult] = {}
-    with tempfile.TemporaryDirectory(prefix="fusescout-") as scratch, compiling_ahead(unknown, device, config):
+    with (
+        tempfile.TemporaryDirectory(prefix="fusescout-") as scratch,
+        compiling_ahead(unknown, device, config),
+        importing_ahead(() if unknown else COMPILERS),
+    ):
         for number, candidate in enumerate(candidates):
             on_event("race", number, len(candidates), " ".join(candidate.subgraph.chain))
             raced = settled.get(candidate.id)
@@ -66,6 +79,19 @@ def race_all(
                 inputs.unlink()
             races[candidate.id] = _keep(raced, folder / "kernels" / candidate.id) if folder else raced
     return races
+
+
+def _known(candidate: Candidate, device: Device, config: Config) -> RaceResult | None:
+    """The stored race, unless a disturbed machine spoiled it: then it is forgotten, and run again."""
+    stored = stored_race(candidate.subgraph, device, config)
+    if stored is None:
+        return None
+    eager = stored.samples.get("eager")
+    shaken = stored.noise is not None and abs(stored.noise.mid - 1.0) > DISTURBED
+    if shaken or (eager and implausible(candidate, median(eager))):
+        forget_race(candidate.subgraph, device, config)
+        return None
+    return stored
 
 
 def _settled(

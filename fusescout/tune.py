@@ -282,12 +282,20 @@ def _reuse(cache: Cache, key: Key, bench: Bench) -> RaceResult | None:
 
 def stored_race(subgraph: Subgraph, device: Device, config: Config) -> RaceResult | None:
     """What an earlier run found, not verified anew: good for chains that stay with the framework."""
+    raw = Cache(config.cache_dir).get(_current_key(subgraph, device, config)) if config.use_cache else None
+    return _read(raw) if raw is not None else None
+
+
+def forget_race(subgraph: Subgraph, device: Device, config: Config) -> None:
+    """Drop what an earlier run found, so that the next race is run."""
+    if config.use_cache:
+        Cache(config.cache_dir).drop(_current_key(subgraph, device, config))
+
+
+def _current_key(subgraph: Subgraph, device: Device, config: Config) -> Key:
     from fusescout import numerics
 
-    if not config.use_cache:
-        return None
-    raw = Cache(config.cache_dir).get(race_key(subgraph, device, config, numerics.current(), NAMES, gradients=False))
-    return _read(raw) if raw is not None else None
+    return race_key(subgraph, device, config, numerics.current(), NAMES, gradients=False)
 
 
 def _read(raw: Mapping[str, Any]) -> RaceResult | None:
