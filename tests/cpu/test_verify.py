@@ -20,6 +20,7 @@ from fusescout.mutants import ACCEPTED
 from fusescout.mutants import REJECTED
 from fusescout.mutants import self_test
 from fusescout.tolerance import Allowance
+from fusescout.verify import DRAWS
 from fusescout.verify import Verifier
 from fusescout.verify import check_model_outputs
 from fusescout.verify import randomness
@@ -173,6 +174,21 @@ def test_eager_passes_its_own_rule_where_other_inputs_were_kinder(elements: int)
         allowance.add(truth.float(), truth)
     assert allowance.judge(truth.float() + 2e-5).reason == ""
     assert allowance.judge(truth.float() + 6e-5).reason != ""
+
+
+def test_a_scalar_that_errs_as_eager_does_is_hardly_ever_refused() -> None:
+    """Nine errors of one kind: eight are eager's on as many inputs, one the contender's. One far larger always is."""
+    truth = torch.full((1,), 10.0, dtype=torch.float64)
+    errors = torch.randn(200, DRAWS + 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2e-5
+    refused = caught = 0
+    for *eager, mine in errors.tolist():
+        allowance = Allowance((truth + eager[0]).float(), truth)
+        for error in eager[1:]:
+            allowance.add((truth + error).float(), truth)
+        refused += allowance.judge((truth + mine).float()).reason != ""
+        caught += allowance.judge((truth + 1.5e-3).float()).reason != ""
+    assert refused <= 2
+    assert caught == 200
 
 
 def test_integer_outputs_must_be_equal() -> None:
