@@ -178,5 +178,5 @@ class _Lender(Spare):
 
     def end(self) -> None:
         self._ended.set()
-        if self._out is not None:
+        if self._out is not None and self._out.alive:
             self._out.kill()

@@ -1,12 +1,13 @@
 """A patched model whose batch changes: right at every size, counted, and learning at the sizes its plan doesn't have.
 
-What is learned here comes from a stand-in for the race and its child process (`adopt_winner`), apart from the last test.
+What is learned comes from a stand-in for the race and its child process (`adopt_winner`), apart from the last test.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,15 @@ from torch import Tensor
 from torch import nn
 
 from fusescout import livecall
-from fusescout.newshapes import Stopped
+from fusescout.contenders import contender_named
+from fusescout.ir import Subgraph
+from fusescout.patching import Backend
+from fusescout.patching import Patched
 from fusescout.patching import patch
+from fusescout.patching import patched
+from fusescout.plan import Composition
 from fusescout.plan import Entry
+from fusescout.probe import describe_device
 
 BATCHES = (1, 2, 17, 64, 1)
 
@@ -57,7 +64,7 @@ def batch(size: int) -> Tensor:
     return torch.randn(size, 3, 16, generator=torch.Generator().manual_seed(size))
 
 
-def adopted(entry: Entry, subgraph: Any, *_: Any) -> tuple[Entry, str]:
+def adopted(entry: Entry, subgraph: Subgraph, *_: Any) -> tuple[Entry, str]:
     new = {"id": f"{entry.family}-{subgraph.key[:8]}", "subgraph": subgraph.to_json()}
     return entry.model_copy(update=new), "a stand-in"
 
@@ -72,71 +79,65 @@ def test_batches_in_and_out_of_a_merged_plan_are_right_and_counted(model: nn.Mod
         assert torch.equal(model(batch(size)), expected[size]), size
     assert handle.counters.captures == 4
     assert handle.counters.framework_calls == 3, "1, 17 and 1 again"
-    assert [why for why in handle.counters.fallbacks.values()] == ["no chain of it is in the plan"] * 2
+    assert list(handle.counters.fallbacks.values()) == ["no chain of it is in the plan"] * 2
     for size in plans:
         assert set(handle.counters.replaced) & {e.id for e in plans[size].entries}
     assert handle.wait(0), "under the default policy there is nothing to wait for"
     handle.undo()
 
 
-def test_dynamos_limit_of_eight_shapes_does_not_end_the_patch(
-    model: nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = range(2, 13)
-    before = torch._dynamo.config.recompile_limit
-    handle = patch(model, plan_of(model, batch(12)))
-    for size in sizes:
-        model(batch(size))
-    assert handle.counters.captures == len(sizes)
-    assert handle.counters.sites > 0, "the planned shape came last"
-    assert torch._dynamo.config.recompile_limit == before
-    monkeypatch.setattr(livecall, "MOST_CAPTURES", len(sizes))
-    calls = handle.counters.framework_calls
-    for size in (20, 21):
+def test_dynamos_limit_does_not_end_the_patch_and_the_end_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(livecall, "MOST_CAPTURES", 4)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Tanh(), nn.Softplus()).eval()
+    with torch._dynamo.config.patch(recompile_limit=2), fresh_outputs(), torch.no_grad():
+        plan, expected = plan_of(model, batch(5)), {size: model(batch(size)) for size in range(2, 8)}
+        handle = patch(model, plan)
+        for size in (2, 3, 4, 5, 6, 7, 5):
+            assert torch.equal(model(batch(size)), expected[size])
+            assert torch._dynamo.config.recompile_limit == 2
         handle.undo()
-        expected = model(batch(size))
-        model._compiled_call_impl = handle._ours
-        assert torch.equal(model(batch(size)), expected)
-    assert handle.counters.framework_calls == calls + 2
-    assert f"{len(sizes)} captures" in handle.counters.fallbacks["shapes"]
+    assert handle.counters.captures == 4
+    assert handle.counters.replaced, "the planned shape came after two others"
+    assert handle.counters.framework_calls == 5, "2, 3 and 4 have no entry, and for 6 and 7 there was no room"
+    assert "4 captures" in handle.counters.fallbacks["shapes"]
 
 
-@pytest.mark.parametrize("composition", ["eager", "inductor"])
+@pytest.mark.parametrize(("composition", "sizes"), [("eager", BATCHES), ("inductor", (1, 2))])
 def test_new_shapes_are_learned_beside_the_calls_and_then_used(
-    model: nn.Module, composition: Any, monkeypatch: pytest.MonkeyPatch
+    composition: Composition, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if composition == "inductor" and isinstance(model, Block):
-        pytest.skip("one model will do for a compiled rest")
-    let = threading.Event()
+    torch._dynamo.reset()
+    let, model = threading.Event(), Mlp().eval()
 
     def slowly(*given: Any) -> tuple[Entry, str]:
         let.wait(60)
         return adopted(*given)
 
     monkeypatch.setattr("fusescout.newshapes.adopt_winner", slowly)
-    plan = plan_of(model, batch(2))
-    expected = {size: model(batch(size)) for size in BATCHES}
-    handle = patch(model, plan, policy="adaptive", composition=composition)
-    for size in BATCHES:
-        torch.testing.assert_close(model(batch(size)), expected[size])
-    sites = handle.counters.sites
-    assert (handle.counters.framework_calls, handle.counters.adopted) == (4, {})
-    assert not handle.wait(0)
-    let.set()
-    assert handle.wait(120)
-    assert len(handle.counters.adopted) == 3 * len(plan.entries)
-    assert handle.counters.sites == 4 * sites
-    for size in BATCHES:
-        torch.testing.assert_close(model(batch(size)), expected[size])
-    assert (handle.counters.captures, handle.counters.framework_calls) == (4, 4), "nothing was captured anew"
-    assert not handle.counters.fallbacks
-    again = handle.plan
-    handle.undo()
-    with_all = patch(model, again)
-    for size in BATCHES:
-        torch.testing.assert_close(model(batch(size)), expected[size])
-    assert not with_all.counters.fallbacks
-    with_all.undo()
+    with fresh_outputs(), torch.no_grad():
+        plan, expected = plan_of(model, batch(2)), {size: model(batch(size)) for size in sizes}
+        handle, new = patch(model, plan, policy="adaptive", composition=composition), len(set(sizes)) - 1
+
+        def check() -> None:
+            for size in sizes:
+                torch.testing.assert_close(model(batch(size)), expected[size])
+
+        check()
+        sites = handle.counters.sites
+        assert (handle.counters.framework_calls, handle.counters.adopted) == (len(sizes) - 1, {})
+        assert not handle.wait(0)
+        let.set()
+        assert handle.wait(120)
+        assert len(handle.counters.adopted) == new * len(plan.entries)
+        assert handle.counters.sites == (new + 1) * sites
+        check()
+        assert (handle.counters.captures, handle.counters.framework_calls) == (new + 1, len(sizes) - 1)
+        assert not handle.counters.fallbacks
+        handle.undo()
+        with patched(model, handle.plan) as later:
+            check()
+        assert (later.counters.sites, later.counters.fallbacks) == (handle.counters.sites, {}), "a plan may be kept"
 
 
 @pytest.mark.parametrize("fault", ["raises", "declines"])
@@ -184,4 +185,28 @@ def test_undo_ends_what_is_being_learned(monkeypatch: pytest.MonkeyPatch) -> Non
         assert handle.wait(60)
     assert handle.counters.adopted == {}
     assert "new shapes" not in handle.counters.fallbacks
-    assert issubclass(Stopped, Exception)
+
+
+def test_the_nearest_shapes_kernel_is_built_and_verified_in_a_child(tmp_path: Path) -> None:
+    """The real thing: a TileLang kernel of batch 2 at two sizes, at one of which its schedule isn't offered."""
+    pytest.importorskip("tilelang")
+    torch._dynamo.reset()
+    model, device = nn.Sequential(nn.Tanh(), nn.Softplus()).eval(), describe_device("cpu")
+    with torch.no_grad():
+        plan = plan_of(model, batch(2))
+        (entry,) = plan.entries
+        offered = contender_named("tilelang").variants(Subgraph.from_json(entry.subgraph), device, "max")
+        entry = entry.model_copy(update={"contender": "tilelang", "variant": dict(offered[0])})
+        expected = {size: model(batch(size)) for size in (5, 64)}
+        handle = Patched(model, Backend(plan.model_copy(update={"entries": [entry]}), device, tmp_path, "nearest"))
+        for size in expected:
+            assert torch.equal(model(batch(size)), expected[size])
+        assert handle.wait(120)
+        assert handle.counters.fallbacks == {}
+        assert list(handle.counters.adopted.values()) == [
+            f"the {what} of {entry.id}, verified at this shape, not timed" for what in ("schedule", "template")
+        ]
+        for size in expected:
+            torch.testing.assert_close(model(batch(size)), expected[size])
+        assert handle.counters.framework_calls == 2
+        handle.undo()
