@@ -311,3 +311,23 @@ class CompositionUnavailable(FuseScoutError):
         super().__init__(
             f"The rest of the model can't be run by {composition}.", f"{why}.", "Use --with auto, eager or inductor."
         )
+
+
+class OutOfTime(FuseScoutError):
+    """A race was not done in the time it was given."""
+
+    exit_code = EXIT_GATE
+
+    def __init__(self) -> None:
+        super().__init__("The time was up before the race was done.", "", "Allow more with --limit-s.")
+
+
+class PolicyUnknown(FuseScoutError):
+    """`fusescout.patch` was given a policy for new shapes that there is not."""
+
+    def __init__(self, given: str, known: tuple[str, ...]) -> None:
+        super().__init__(
+            f"There is no policy {given!r} for new shapes:",
+            f"there are {', '.join(known)}.",
+            f'Use fusescout.patch(model, plan, policy="{known[0]}").',
+        )

@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from typing import Literal
+from typing import get_args
 
 from fusescout.adoption import adopt_nearest
 from fusescout.adoption import adopt_winner
 from fusescout.config import load
 from fusescout.counters import Counters
 from fusescout.device import Device
+from fusescout.errors import PolicyUnknown
 from fusescout.heats import FAILURE
 from fusescout.ir import Graph
 from fusescout.ir import Subgraph
@@ -54,6 +56,8 @@ class NewShapes:
     """
 
     def __init__(self, policy: Policy, plan: Plan, device: Device, counters: Counters, cache_dir: Path) -> None:
+        if policy not in (known := get_args(Policy)):
+            raise PolicyUnknown(policy, known)
         self.policy, self.plan, self.device, self.counters, self.cache_dir = policy, plan, device, counters, cache_dir
         self.entries: tuple[Entry, ...] = ()
         self._settled: set[tuple[str, str]] = set()

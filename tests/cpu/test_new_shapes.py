@@ -19,6 +19,7 @@ from torch import nn
 
 from fusescout import livecall
 from fusescout.contenders import contender_named
+from fusescout.errors import PolicyUnknown
 from fusescout.ir import Subgraph
 from fusescout.patching import Backend
 from fusescout.patching import Patched
@@ -162,6 +163,11 @@ def test_what_goes_wrong_in_the_background_is_told_and_breaks_no_call(
     said = " ".join(handle.counters.fallbacks.values())
     assert {"raises": "RuntimeError: the disk is full", "declines": "eager is the fastest"}[fault] in said
     assert handle.counters.framework_calls == 2
+
+
+def test_a_policy_that_is_none_is_refused() -> None:
+    with pytest.raises(PolicyUnknown, match="fallback, nearest, adaptive"):
+        patch(Mlp(), plan_of(Mlp().eval(), batch(2)), policy="guess")  # type: ignore[arg-type]
 
 
 def test_undo_ends_what_is_being_learned(monkeypatch: pytest.MonkeyPatch) -> None:
