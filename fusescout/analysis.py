@@ -38,6 +38,8 @@ from fusescout.layout import choose
 from fusescout.numerics import tf32
 from fusescout.plan import Entry
 from fusescout.plan import Plan
+from fusescout.precompute import describe as describe_once
+from fusescout.precompute import precompute
 from fusescout.profiling import profile
 from fusescout.races import race_all
 from fusescout.recall import Recall
@@ -116,6 +118,7 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
     on_event("layout", 0, 0, "comparing memory formats")
     with clock.stage("layout"):
         step_us = max(measured.busy_us, measured.kernel_us)
+        captured, once = precompute(captured)
         layout = choose(workload, captured, measured.time_us, step_us)
         captured = layout.capture
     graphs = [g.graph for g in captured.graphs]
@@ -146,10 +149,15 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
     ]
     plans = [
         _plan(workload, device, environment, config, c, races, decisions).model_copy(
-            update={"memory_format": layout.memory_format, "constant_masks": captured.constant_masks > 0}
+            update={
+                "memory_format": layout.memory_format,
+                "constant_masks": captured.constant_masks > 0,
+                "computed_once": bool(once),
+            }
         )
         for c in chosen
     ]
+    notes = (describe_once(once), layout.note, _masks(captured.constant_masks))
     budget_s = min(max(BUDGET_S, clock.seconds["race"] * SHARE_OF_RACES), MAX_BUDGET_S)
     with clock.stage("end to end"):
         verdict, plan = compare(workload, plans[0], config, on_event, plans[1], budget_s)
@@ -157,7 +165,7 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
         verdict=verdict.verdict,
         environment=environment,
         workload=workload.info(),
-        settings=_settings(config, races, folder, [n for n in (layout.note, _masks(captured.constant_masks)) if n]),
+        settings=_settings(config, races, folder, [n for n in notes if n]),
         profile=measured.info(ops, len(graphs), captured.breaks),
         candidates=[_result(c, races[c.id], decisions[c.id], plan, verdict) for c in ranking.candidates],
         rejections=list(ranking.rejections),

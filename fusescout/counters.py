@@ -15,6 +15,8 @@ class Counters:
         """Graphs whose convolutions run channels-last."""
         self.masks = 0
         """Constant attention masks left out."""
+        self.computed_once = 0
+        """Operators that no longer run in every call, since no input decides what they give."""
         self.fallbacks: dict[str, str] = {}
         """Why an entry or a graph was left to the framework."""
         self.framework_calls = 0
@@ -29,4 +31,13 @@ class Counters:
     @property
     def changed(self) -> bool:
         """Whether any graph runs otherwise than the framework runs it."""
-        return bool(self.sites or self.relaid or self.masks)
+        return bool(self.sites or self.relaid or self.masks or self.computed_once)
+
+    @property
+    def described(self) -> str:
+        """What was changed, for a sentence."""
+        parts = [f"{self.sites} sites"]
+        parts += ["convolutions channels-last"] if self.relaid else []
+        parts += [f"{self.masks} constant masks left out"] if self.masks else []
+        parts += [f"{self.computed_once} operators fewer in a call"] if self.computed_once else []
+        return ", ".join(parts)

@@ -173,7 +173,7 @@ def lift(module: fx.GraphModule, results: Sequence[fx.Node], prefix: str, in_pla
     prepare.output([copied[n] for n in results])
     last = inputs[-1] if inputs else None
     for k, node in enumerate(results):
-        with graph.inserting_after(last):
+        with graph.inserting_after(last) if last else graph.inserting_before():
             last = graph.placeholder(f"{prefix}_{k}")
         last.meta = {"val": node.meta["val"], "tensor_dict": {STATIC: "unguarded"}}
         node.replace_all_uses_with(last)

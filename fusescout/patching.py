@@ -40,6 +40,7 @@ from fusescout.errors import NotCapturable
 from fusescout.errors import PlanMismatch
 from fusescout.flops import op_class
 from fusescout.hoisting import Hoisted
+from fusescout.hoisting import Kept
 from fusescout.hoisting import hoist
 from fusescout.ir import Graph
 from fusescout.ir import Subgraph
@@ -48,6 +49,8 @@ from fusescout.memory_format import channels_last
 from fusescout.newshapes import NewShapes
 from fusescout.newshapes import Policy
 from fusescout.newshapes import Replaceable
+from fusescout.once import Once
+from fusescout.once import compute_once
 from fusescout.operators import define
 from fusescout.plan import Composition
 from fusescout.plan import Entry
@@ -77,6 +80,7 @@ class Backend:
         self.counters = Counters()
         self.new_shapes = NewShapes(policy, plan, self.device, self.counters, self.cache_dir)
         self.hoisted: list[Hoisted] = []
+        self._kept: dict[str, Kept] = {}
         self._operators: dict[str, Any] = {}
         self._lock = threading.RLock()
 
@@ -89,6 +93,7 @@ class Backend:
                 return run_eagerly(module)
             try:
                 aten = to_aten(module, inputs)
+                once = compute_once(aten) if self.plan.computed_once else Once()
                 relaid = self._relaid(number, aten)
                 graph = encode_graph(aten, number)
             except NotCapturable as error:
@@ -96,10 +101,12 @@ class Backend:
                 return self._compose(number, module, module, inputs)
             masks = aten.meta.get(CONSTANT_MASKS, 0) if self.plan.constant_masks else 0
             self.counters.masks += masks
-            changed = relaid or masks > 0
+            changed = relaid or masks > 0 or bool(once)
+            self._keep(once)
+            inputs = once.extended(inputs)
             unknown = self.new_shapes.counterparts(graph)
             if not unknown:
-                return self._carried_out(number, module, aten, graph, inputs, changed)
+                return once.bind(self._carried_out(number, module, aten, graph, inputs, changed))
             original, gradients = fx.GraphModule(aten, copy.deepcopy(aten.graph)), torch.is_grad_enabled()
             run = Replaceable(self._carried_out(number, module, aten, graph, inputs, changed))
 
@@ -110,7 +117,13 @@ class Backend:
                     run.current = self._carried_out(number, module, original, encoded, examples, changed)
 
             self.new_shapes.submit(unknown, again)
-            return run
+            return once.bind(run)
+
+    def _keep(self, once: Once) -> None:
+        self.counters.computed_once += once.operators
+        self.hoisted += once.hoisted
+        for lot in once.hoisted:
+            lot.share(self._kept)
 
     def _carried_out(
         self,

@@ -66,6 +66,8 @@ class Plan(BaseModel):
     """What convolutions run in; entries were found in graphs of this format."""
     constant_masks: bool = False
     """Attention masks that are the same in every call are left out of the graphs."""
+    computed_once: bool = False
+    """What no input decides is made once, not in every call; entries were found in graphs without it."""
     entries: list[Entry] = []
     templates: list[str] = []
     """Extra template folders that the entries need."""
@@ -105,10 +107,11 @@ class Plan(BaseModel):
     @property
     def is_empty(self) -> bool:
         """Whether it leaves every model as it is."""
-        return not self.entries and self.memory_format == "preserved" and not self.constant_masks
+        return self == self.emptied()
 
     def emptied(self) -> Plan:
-        return self.model_copy(update={"entries": [], "memory_format": "preserved", "constant_masks": False})
+        nothing = {"entries": [], "memory_format": "preserved", "constant_masks": False, "computed_once": False}
+        return self.model_copy(update=nothing)
 
     def without(self, ids: set[str]) -> Plan:
         """The same plan less some entries."""
@@ -137,5 +140,6 @@ class Plan(BaseModel):
                 "entries": [*self.entries, *(e for e in other.entries if (e.family, e.key) not in known)],
                 "templates": list(dict.fromkeys((*self.templates, *other.templates))),
                 "constant_masks": self.constant_masks or other.constant_masks,
+                "computed_once": self.computed_once or other.computed_once,
             }
         )

@@ -160,7 +160,7 @@ def _dtypes_without(target: OpOverload, args: Any, kwargs: Any) -> list[torch.dt
 
 @contextmanager
 def _unseen() -> Iterator[None]:
-    """Without gradients, and nothing of it in the traced graph: the tracer writes down switches of the grad mode too."""
+    """Without gradients, and unseen by the tracer, which would write down the switches of the grad mode too."""
     with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.no_grad():
         yield
 

@@ -98,10 +98,14 @@ def is_pure(node: fx.Node) -> bool:
 
 def _is_fixed(node: fx.Node) -> bool:
     """Sizes are numbers and no gradient is recorded."""
-    return all(
-        not t.requires_grad and t.layout == torch.strided and all(type(n) is int for n in (*t.shape, *t.stride()))
-        for t in tensors(node)
+    return not records(node) and all(
+        t.layout == torch.strided and all(type(n) is int for n in (*t.shape, *t.stride())) for t in tensors(node)
     )
+
+
+def records(node: fx.Node) -> bool:
+    """Whether autograd records the operator. A parameter's view says it requires a gradient even under `no_grad`."""
+    return node.op == "call_function" and not is_view(node) and any(t.requires_grad for t in tensors(node))
 
 
 def is_free(node: fx.Node) -> bool:
