@@ -1,5 +1,6 @@
 """float32 products from bfloat16 tensor cores on a real GPU, held to the tool's own rule; nothing may be TF32 here."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -56,9 +57,11 @@ def test_every_config_passes_the_full_check(name, tmp_path_factory):
     variants = [v for v in contender.variants(graph, device, "max") if v["template"] == "gemm_float32"]
     assert len(variants) == 4
     verifier = Verifier(graph, inputs, "cuda")
+    with ThreadPoolExecutor(len(variants)) as pool:
+        built = list(pool.map(lambda v: contender.build(graph, v, device), variants))
     wrong = {}
-    for variant in variants:
-        outcome = verifier.check(contender.build(graph, variant, device).run, "full")
+    for variant, made in zip(variants, built, strict=True):
+        outcome = verifier.check(made.run, "full")
         if outcome.reason:
             wrong[str(variant)] = outcome.reason
     assert not wrong

@@ -1,4 +1,12 @@
-"""Conformance of every template on a GPU: the CPU target's cases, in each dtype, with the first configurations."""
+"""Conformance of every template on a GPU: the CPU target's cases, in each dtype, with the first configurations.
+
+nvcc takes most of the time, so what the selected tests need is compiled in threads before the first of them.
+"""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 
 import pytest
 import torch
@@ -31,18 +39,43 @@ DEVICE = Device(
 
 
 @pytest.fixture(scope="module")
-def contender(tmp_path_factory):
-    return TileLang(cache_dir=tmp_path_factory.mktemp("kernels"))
+def contender(tmp_path_factory, request):
+    made = TileLang(cache_dir=tmp_path_factory.mktemp("kernels"))
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # such a worker doesn't know which tests will be its own
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for test in request.session.items:
+                for graph, variant in needed(test, made):
+                    pool.submit(made.build, graph, variant, DEVICE)  # what fails is left for its test to report
+    return made
 
 
-def conform(contender, case, dtype, configs=1):
+def needed(test, contender):
+    """(sub-graph, variant) of each kernel that a collected test builds."""
+    wanted = getattr(test, "callspec", None)
+    if wanted is None or test.path.name != os.path.basename(__file__):
+        return
+    every = test.originalname == "test_every_configuration"
+    dtype = wanted.params.get("dtype", torch.bfloat16 if every else torch.float32)
+    with suppress(Exception):  # as above
+        graph, _, variants = chosen(contender, wanted.params["case"], dtype, 16 if every else 1)
+        yield from ((graph, variant) for variant in variants)
+
+
+@cache
+def chosen(contender, case, dtype, configs):
+    """The sub-graph, its inputs and the first variants of the family that must cover it."""
     graph, inputs = case.traced("cuda", dtype)
     variants = contender.variants(graph, DEVICE, "max")
     assert not isinstance(variants, str), variants
-    chosen = [v for v in variants if case.family == contender.registry.templates[v["template"]].FAMILY][:configs]
-    assert chosen
+    meant = [v for v in variants if case.family == contender.registry.templates[v["template"]].FAMILY]
+    assert meant
+    return graph, inputs, meant[:configs]
+
+
+def conform(contender, case, dtype, configs=1):
+    graph, inputs, variants = chosen(contender, case, dtype, configs)
     verifier = Verifier(graph, inputs, "cuda")
-    for variant in chosen:
+    for variant in variants:
         outcome = verifier.check(contender.build(graph, variant, DEVICE).run, "full")
         assert not outcome.reason, f"{variant}: {outcome.reason}"
 
