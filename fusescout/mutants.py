@@ -17,11 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusescout.contenders.base import Runner
 from fusescout.ir import FLOATS
 from fusescout.ir import Subgraph
+from fusescout.mutants_losses import MISSING_TILE
+from fusescout.mutants_losses import loss_mutants
 from fusescout.reference import build
 from fusescout.verify import Verifier
 
 REJECTED, SAME, ACCEPTED = "rejected", "not distinguishable", "ACCEPTED"
-ROUNDING = frozenset({"low-precision sum", "float16 arithmetic", "bfloat16 arithmetic", "1 % too large"})
+ROUNDING = frozenset({"low-precision sum", "float16 arithmetic", "bfloat16 arithmetic", "1 % too large", MISSING_TILE})
 """Bugs of degree: they are wrong only as far as they err more than the rule allows."""
 K_STEP = 16
 Edit = Callable[[Tensor], Tensor]
@@ -66,6 +68,7 @@ def mutants(graph: Subgraph) -> dict[str, Runner]:
         if spec.dtype in FLOATS:
             found[f"ignores input {k}"] = _ignoring(eager, k)
     found["low-precision sum"] = _low_sum(eager)
+    found |= loss_mutants(graph, eager)
     wide = {s.dtype for s in graph.output_specs} & {"float32", "float64"}
     for dtype in ("float16", "bfloat16") if wide else ():
         try:
