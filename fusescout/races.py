@@ -60,7 +60,7 @@ def race_all(
     with (
         tempfile.TemporaryDirectory(prefix="fusescout-") as scratch,
         compiling_ahead(unknown, device, config),
-        importing_ahead(() if unknown else COMPILERS),
+        importing_ahead(() if unknown and device.kind == "cpu" else COMPILERS),
     ):
         for number, candidate in enumerate(candidates):
             on_event("race", number, len(candidates), " ".join(candidate.subgraph.chain))
