@@ -5,6 +5,7 @@ Whatever dies, hangs or fails in a child becomes a status with a reason here, an
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from fusescout.errors import OutOfTime
 from fusescout.errors import WorkerDied
 from fusescout.errors import WorkerRefused
 from fusescout.errors import WorkerTimeout
@@ -61,10 +63,18 @@ class Bench:
         opening: arguments of the worker's "open" request.
         deadline_s: for a single kernel to be compiled, and to be tried.
         spare: gives the first worker and takes the last one back.
+        limit_s: for everything together; what is not answered by then raises `OutOfTime`.
     """
 
-    def __init__(self, opening: Mapping[str, Any], deadline_s: float, spare: Spare | None = None) -> None:
+    def __init__(
+        self,
+        opening: Mapping[str, Any],
+        deadline_s: float,
+        spare: Spare | None = None,
+        limit_s: float | None = None,
+    ) -> None:
         self.opening, self.deadline_s = opening, deadline_s
+        self._until = math.inf if limit_s is None else time.monotonic() + limit_s
         self._spare = spare or Spare()
         self._keep = spare is not None
         self.check_s = 0.0
@@ -85,8 +95,19 @@ class Bench:
         if self._worker is None or not self._worker.alive:
             self._built = set()
             self._worker = self._spare.take()
-            self._worker.call("open", STARTUP_S, **self.opening)
-        return self._worker.call(request, deadline_s, **arguments)
+            self._ask(self._worker, "open", STARTUP_S, **self.opening)
+        return self._ask(self._worker, request, deadline_s, **arguments)
+
+    def _ask(self, worker: Worker, request: str, deadline_s: float, **arguments: Any) -> Any:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise OutOfTime
+        try:
+            return worker.call(request, min(deadline_s, left), **arguments)
+        except WorkerTimeout as error:
+            if left < deadline_s:
+                raise OutOfTime from error
+            raise
 
     def entry(self, contender: str, variant: Mapping[str, Any]) -> Entry:
         self._handles += 1

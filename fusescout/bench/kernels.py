@@ -37,6 +37,7 @@ from fusescout.contenders import contender_named
 from fusescout.device import Device
 from fusescout.environment import describe
 from fusescout.errors import ContenderFailed
+from fusescout.errors import OutOfTime
 from fusescout.flops import op_class
 from fusescout.inputs import save
 from fusescout.ir import Graph
@@ -85,7 +86,7 @@ def run(
         config: effort, jobs, deadline_s, templates, seed and cache_dir (of compiled kernels) count here.
         kind: "cpu" or "cuda".
         dtype: name of the floating dtype of inputs.
-        limit_s: seconds after which no further case is begun.
+        limit_s: seconds after which no further case is begun, and the one that runs is stopped.
         on_event: hears (stage, done, total, detail).
         on_row: gets everything so far after every case.
     """
@@ -109,7 +110,8 @@ def run(
                 row = KernelRow(family=case.family, name=case.name, reason=f"Not begun: {spent:.0f} s had passed.")
             else:
                 on_event("race", number, len(cases), case.name)
-                row = _row(case, cut[case.name], device, dtype, config, Path(scratch), spare, on_event)
+                left = None if limit_s is None else limit_s - spent
+                row = _row(case, cut[case.name], device, dtype, config, Path(scratch), spare, on_event, left)
             rows = [*bench.rows, row]
             bench = bench.model_copy(update={"rows": rows, "seconds": time.perf_counter() - start})
             on_row(bench)
@@ -124,22 +126,36 @@ def contenders(graph: Subgraph, config: Config) -> tuple[str, ...]:
 
 
 def _row(
-    case: Case, cut: _Cut, device: Device, dtype: str, config: Config, scratch: Path, spare: Spare, on_event: OnEvent
+    case: Case,
+    cut: _Cut,
+    device: Device,
+    dtype: str,
+    config: Config,
+    scratch: Path,
+    spare: Spare,
+    on_event: OnEvent,
+    limit_s: float | None,
 ) -> KernelRow:
     start = time.perf_counter()
     graph = cut.graph
     saved = scratch / "inputs.pt"
     save(saved, cut.values(list(_tensors(case, device, dtype, config.seed))))
-    raced = race(
-        graph,
-        saved,
-        device,
-        config.model_copy(update={"jobs": 1}),  # the kernels are being compiled already
-        names=contenders(graph, config),
-        spare=spare,
-        on_event=on_event,
-    )
-    saved.unlink()
+    try:
+        raced = race(
+            graph,
+            saved,
+            device,
+            config.model_copy(update={"jobs": 1}),  # the kernels are being compiled already
+            names=contenders(graph, config),
+            spare=spare,
+            limit_s=limit_s,
+            on_event=on_event,
+        )
+    except OutOfTime:
+        seconds = time.perf_counter() - start
+        return KernelRow(family=case.family, name=case.name, reason=f"Stopped after {seconds:.0f} s: the limit.")
+    finally:
+        saved.unlink()
     guess, guesses = _guess(graph, device, config, raced)
     return KernelRow(
         family=case.family,

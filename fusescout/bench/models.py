@@ -55,7 +55,7 @@ def run(
         device: "cpu", "cuda" or "cuda:N".
         small: CPU sizes instead of the real ones.
         each_s: seconds that one analysis may take.
-        limit_s: seconds after which no further one is begun.
+        limit_s: seconds after which no further one is begun, and the one that runs is stopped.
         output: keeps each analysis' session, plan and report in a folder of its own.
         warm: use the caches of earlier runs; by default each analysis starts with empty ones.
         on_event: hears (stage, done, total, detail).
@@ -75,7 +75,8 @@ def run(
         if limit_s is not None and spent > limit_s:
             row, session = _empty(model, dtype, f"Not begun: {spent:.0f} s had passed."), None
         else:
-            row, session = _analysed(model, dtype, config, device, small, each_s, output, warm)
+            left = each_s if limit_s is None else min(each_s, limit_s - spent)
+            row, session = _analysed(model, dtype, config, device, small, left, output, warm)
         bench = bench.model_copy(
             update={
                 "environment": bench.environment or (session.environment if session else None),

@@ -17,6 +17,11 @@ JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="All numbers; written again after every line.")
 ]
 
+Limit = Annotated[
+    float | None,
+    typer.Option("--limit-s", metavar="X", help="Stop after so many seconds; what runs then has a row that says so."),
+]
+
 
 @app.command()
 def kernels(
@@ -31,9 +36,7 @@ def kernels(
         str | None,
         typer.Option(metavar="quick|full|all", help="Which sizes. [default: full on a GPU, quick on a CPU]"),
     ] = None,
-    limit_s: Annotated[
-        float | None, typer.Option("--limit-s", metavar="X", help="Begin no further case after so many seconds.")
-    ] = None,
+    limit_s: Limit = None,
     json_file: JsonFile = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
@@ -104,9 +107,7 @@ def models(
         bool | None, typer.Option("--small/--real", help="CPU sizes, or the real ones. [default: real on a GPU]")
     ] = None,
     each_s: Annotated[float, typer.Option("--each-s", metavar="X", help="Seconds that one model may take.")] = 900.0,
-    limit_s: Annotated[
-        float | None, typer.Option("--limit-s", metavar="X", help="Begin no further model after so many seconds.")
-    ] = None,
+    limit_s: Limit = None,
     warm: Annotated[
         bool, typer.Option("--warm", help="Use what earlier runs cached; otherwise every analysis starts cold.")
     ] = False,

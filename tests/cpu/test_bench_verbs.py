@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,17 @@ from fusescout import cli
 from fusescout.bench import cases
 from fusescout.bench import chains
 from fusescout.bench import kernels
+from fusescout.bench import models
+from fusescout.bench import suite
 from fusescout.bench.records import KernelBench
 from fusescout.bench.records import ModelBench
+from fusescout.config import Config
 from fusescout.contenders import liger
 from fusescout.contenders.bare import upto
 from fusescout.device import Device
 from fusescout.reference import build
 from fusescout.session import Session
+from fusescout.workerpool import Spare
 
 CPU = Device("cpu", "test", "x86", 1)
 
@@ -97,10 +102,6 @@ def test_bench_kernels_races_its_cases_and_writes_them_down(tmp_path: Path, caps
 def test_bench_models_analyses_in_another_process_and_goes_on_after_a_crash(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
-    from fusescout.bench import suite
-
     broken = replace(suite.MODELS[-1], name="broken", builder="plain:no_such_builder")
     tiny = suite.Model("tiny", "plain:mixer", {"batch": 2}, {"side": 32, "layers": 1, "width": 32})
     monkeypatch.setattr(suite, "MODELS", (broken, tiny))
@@ -120,6 +121,20 @@ def test_bench_models_analyses_in_another_process_and_goes_on_after_a_crash(
     assert row.compile_s > 0
     assert row.analysis_s == pytest.approx(sum(session.stages_s.values()))
     assert "| tiny float32 " in shown
+
+
+def test_what_runs_when_the_limit_is_reached_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = cases._rows("softmax", 4, 8)
+    config, dtype = Config(cache_dir=tmp_path, effort="quick"), "float32"
+    with Spare() as spare:
+        cut = kernels._cut(case, CPU, dtype, 0)
+        row = kernels._row(case, cut, CPU, dtype, config, tmp_path, spare, lambda *_: None, limit_s=0.1)
+    assert row.reason.startswith("Stopped after")
+    allowed: list[float] = []
+    monkeypatch.setattr(models, "_child", lambda _request, _environment, each_s: allowed.append(each_s) or "late")
+    found = models.run(suite.MODELS[:1], [dtype], config, "cpu", small=True, each_s=900, limit_s=50)
+    assert found.rows[0].reason == "late"
+    assert 40 < allowed[0] <= 50
 
 
 PEERS = {

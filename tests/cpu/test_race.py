@@ -20,6 +20,7 @@ from fusescout import numerics
 from fusescout.config import Config
 from fusescout.device import Device
 from fusescout.errors import CacheUnwritable
+from fusescout.errors import OutOfTime
 from fusescout.errors import WorkerDied
 from fusescout.errors import WorkerRefused
 from fusescout.errors import WorkerTimeout
@@ -161,7 +162,27 @@ def test_crashes_hangs_and_stray_output_become_reasons(tmp_path: Path, spare: Sp
     assert fine["compile_s"] >= 0
 
 
+class Doomed(Spare):
+    """The first worker it lends is killed, as by a machine that is out of memory; the next ones are another's."""
+
+    def __init__(self, then: Spare) -> None:
+        super().__init__()
+        self.then, self.given = then, 0
+
+    def take(self) -> Worker:
+        self.given += 1
+        if self.given > 1:
+            return self.then.take()
+        worker = Worker()
+        worker.kill()
+        return worker
+
+    def give(self, worker: Worker) -> None:
+        self.then.give(worker)
+
+
 def test_a_race_goes_on_without_the_contender_that_kills_its_worker(tmp_path: Path, spare: Spare) -> None:
+    """And eager, which the race can't do without, is asked a second time where its worker is killed."""
     folder = tmp_path / "templates"
     folder.mkdir()
     (folder / "rogue.py").write_text(
@@ -171,11 +192,20 @@ def test_a_race_goes_on_without_the_contender_that_kills_its_worker(tmp_path: Pa
     values = Op("aten.sort.default", (Ref(0),), (), (X, TensorSpec((256, 128), "int64", (128, 1))))
     graph = Subgraph((X,), (values, Op("getitem", (Ref(1), 0), (), X)), (2,))
     config = Config(effort="quick", cache_dir=tmp_path / "cache", templates=(folder,), deadline_s=20)
-    result = race(graph, None, CPU, config, names=("eager", "tilelang"), spare=spare)
+    result = race(graph, None, CPU, config, names=("eager", "tilelang"), spare=Doomed(spare))
     eager, rogue = result.contenders
     assert eager.status == "ok" and result.samples["eager"]
+    assert "second worker" in eager.reason and "signal 9" in eager.reason
     assert rogue.status == "crashed" and "died at build" in rogue.reason and rogue.tried == 2
     assert "tilelang" not in result.samples
+
+
+def test_a_race_that_is_not_done_in_its_time_is_stopped(tmp_path: Path, spare: Spare) -> None:
+    config = Config(effort="quick", cache_dir=tmp_path / "cache", use_cache=False)
+    start = time.perf_counter()
+    with pytest.raises(OutOfTime):
+        race(swish_chain(), None, CPU, config, names=("eager",), spare=spare, limit_s=0.5)
+    assert time.perf_counter() - start < 20
 
 
 def test_a_killed_or_stopped_worker_is_noticed(tmp_path: Path) -> None:
