@@ -26,7 +26,7 @@ from fusescout.errors import FuseScoutError
 from fusescout.errors import UsageProblem
 
 EXIT_INTERNAL, EXIT_TERMINATED = 70, 143
-RARELY = (50_000, 20, 20)
+RARELY = (50_000, 10, 10)
 """New objects before the garbage collector runs: with Python's 700 it takes 2.5 s of a run, most of it in imports."""
 EPILOG = """\b
 Exit codes:
