@@ -30,8 +30,8 @@ from fusescout.errors import ConfigUnreadable
 from fusescout.errors import UnknownSetting
 
 PREFIX = "FUSESCOUT_"
-NOT_SETTINGS = frozenset({"FUSESCOUT_DISABLE", "FUSESCOUT_LOG", "FUSESCOUT_PLUGINS"})
-"""Variables that switch FuseScout itself and are no setting of an analysis."""
+DISABLE = "FUSESCOUT_DISABLE"
+"""No setting of an analysis: patched models run as they were where it is set to anything but 0."""
 SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 PATHS = ("templates", "output", "cache_dir")
 
@@ -152,11 +152,16 @@ def _from_file(folder: Path) -> Iterator[Setting]:
 
 def _from_environment(environ: Mapping[str, str]) -> Iterator[Setting]:
     for variable, text in sorted(environ.items()):
-        if not variable.startswith(PREFIX) or variable in NOT_SETTINGS or not text:
+        if not variable.startswith(PREFIX) or variable == DISABLE or not text:
             continue
         name = variable.removeprefix(PREFIX).lower()
         value = tuple(filter(None, text.split(os.pathsep))) if name == "templates" else text
         yield name, value, f"environment variable {variable}", lambda n: PREFIX + n.upper()
+
+
+def disabled() -> bool:
+    """Whether the user has turned off all patches, now."""
+    return os.environ.get(DISABLE, "") not in ("", "0")
 
 
 def to_environment(config: Mapping[str, Any]) -> dict[str, str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import os
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -29,6 +28,8 @@ from fusescout.capture.aten import to_aten
 from fusescout.capture.encode import encode_graph
 from fusescout.capture.recompute import run_eagerly
 from fusescout.compose import compose
+from fusescout.config import DISABLE
+from fusescout.config import disabled
 from fusescout.config import load
 from fusescout.contenders import contender_named
 from fusescout.contenders.base import Contender
@@ -88,8 +89,8 @@ class Backend:
         with self._lock:
             self.counters.captures += 1
             number = self.counters.captures - 1
-            if os.environ.get("FUSESCOUT_DISABLE", "") not in ("", "0"):
-                self.counters.fallbacks[f"graph {number}"] = "FUSESCOUT_DISABLE is set"
+            if disabled():
+                self.counters.fallbacks[f"graph {number}"] = f"{DISABLE} is set"
                 return run_eagerly(module)
             try:
                 aten = to_aten(module, inputs)

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusescout.config import DISABLE
 from fusescout.config import Config
+from fusescout.config import disabled
 from fusescout.config import load
 from fusescout.config import to_environment
 from fusescout.errors import BadSetting
@@ -131,8 +133,11 @@ def test_a_broken_file_is_named(text: str, tmp_path: Path) -> None:
         load(folder=project(tmp_path, text), environ={})
 
 
-def test_switches_of_fusescout_itself_are_no_settings(tmp_path: Path) -> None:
-    load(folder=tmp_path, environ={"FUSESCOUT_LOG": "DEBUG", "FUSESCOUT_DISABLE": "1"})
+def test_the_switch_of_all_patches_is_no_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(folder=tmp_path, environ={DISABLE: "1"})
+    for text, off in {"1": True, "0": False, "": False}.items():
+        monkeypatch.setenv(DISABLE, text)
+        assert disabled() == off
 
 
 def test_it_is_frozen(tmp_path: Path) -> None:
