@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusescout.convolution import CONVOLUTIONS
 from fusescout.ir import FLOATS
+from fusescout.ir import Op
 from fusescout.ir import Ref
 from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
@@ -87,8 +88,9 @@ class InputSource:
         dtype's range · "nan", "+inf", "-inf": one such value in each floating input · "special": all three ·
         "constant": every row holds one value that needs few bits, so that its sums are exact.
 
-        Parameters of convolutions and batch norms are the captured ones at other places in every case: scaled, infinite
-        or negative ones are no model's, and a folded weight need not do with them what the two operators do.
+        Parameters of convolutions and batch norms, and constants that are multiplied or added behind a convolution or
+        linear, are the captured ones at other places in every case: scaled, infinite or negative ones are no model's,
+        and a folded weight need not do with them what the two operators do.
         """
         if self.captured is None and case in ("captured", "like", "shuffled"):
             case = "normal"
@@ -112,13 +114,21 @@ class InputSource:
 
 
 def _parameter(graph: Subgraph, index: int) -> str:
-    """ "parameter" or "variance" for constants that only convolutions and batch norms read, else nothing."""
+    """ "parameter" or "variance" for constants that only what can be folded reads, else nothing."""
     if not graph.inputs[index].constant:
         return ""
+    folded = {*CONVOLUTIONS, "batch_norm"}
+    if any(op.name in (*CONVOLUTIONS, "linear") for op in graph.ops):
+        folded |= {"add", "sub", "mul", "div"}
     users = [op for value in graph.users(index) if (op := graph.op_of(value))]
-    if any(op.name not in (*CONVOLUTIONS, "batch_norm") or op.args[0] == Ref(index) for op in users):
+    if any(op.name not in folded for op in users) or any(_is_data(op, index) for op in users):
         return ""
     return "variance" if any(op.name == "batch_norm" and op.args[4] == Ref(index) for op in users) else "parameter"
+
+
+def _is_data(op: Op, index: int) -> bool:
+    """Whether an operator with parameters takes this value as what they are for."""
+    return op.name in (*CONVOLUTIONS, "batch_norm") and op.args[0] == Ref(index)
 
 
 def _value(case: str, spec: TensorSpec, seen: Tensor | None, generator: torch.Generator) -> Tensor:

@@ -21,6 +21,7 @@ from conv_models import image
 from conv_models import trained
 from torch import nn
 
+from fusescout.capture import activations
 from fusescout.capture import capture
 from fusescout.constants import Parts
 from fusescout.constants import split
@@ -79,6 +80,85 @@ def test_folded_weights_are_the_float64_fold_rounded_once(kind: str, dtype: torc
     for made, truth in zip(build(parts.prepare)(sources), exact, strict=True):
         assert made.dtype == dtype
         assert torch.equal(made, truth.to(dtype))
+
+
+class Affine(nn.Module):
+    """A convolution or linear, and factors and summands behind it."""
+
+    def __init__(self, product: nn.Module, norm: nn.Module, behind: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        channels, rest = norm.num_features, [1] * (len(next(product.parameters()).shape) - 2)
+        self.product, self.norm, self.behind = product, norm, behind
+        self.row = nn.Parameter(torch.linspace(0.5, 1.5, channels).view(channels, *rest))
+        self.one = nn.Parameter(torch.full((1,), 0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.behind(self.product(x), self.norm, self.row, self.one)
+
+
+AFFINE: dict[str, tuple[nn.Module, nn.Module, Callable[..., torch.Tensor], tuple[int, ...], str]] = {
+    "linear": (
+        nn.Linear(8, 12), nn.BatchNorm1d(12), lambda y, norm, row, one: norm(y * row).relu(), (16, 8),
+        "mul, batch_norm folded into linear",
+    ),
+    "no bias": (
+        nn.Linear(8, 12, bias=False), nn.BatchNorm1d(12), lambda y, norm, row, one: ((norm(y) + one) / 3).sigmoid(),
+        (16, 8), "batch_norm, add, div folded into linear",
+    ),
+    "convolution": (
+        nn.Conv2d(8, 12, 3), nn.BatchNorm2d(12), lambda y, norm, row, one: ((0.3 - y) * row - 2).tanh(), (2, 8, 9, 7),
+        "rsub, mul, sub folded into convolution",
+    ),
+    "transposed": (
+        nn.ConvTranspose3d(4, 6, 2, bias=False), nn.BatchNorm3d(6), lambda y, norm, row, one: (norm(y * 2) - one).exp(),
+        (2, 4, 3, 5, 4), "mul, batch_norm, sub folded into convolution",
+    ),
+    "summands alone": (
+        nn.Conv2d(8, 12, 3, bias=False), nn.BatchNorm2d(12), lambda y, norm, row, one: (row + (y - 0.5)).relu(),
+        (2, 8, 9, 7), "sub, add folded into convolution",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", AFFINE)
+def test_factors_and_summands_of_channels_are_folded(kind: str) -> None:
+    torch.manual_seed(0)
+    product, norm, behind, shape, name = AFFINE[kind]
+    graph = captured(trained(Affine(product, norm, behind)), image(*shape))
+    families = ("gemm_epilogue", "conv_epilogue")
+    region = max((r for r in find_regions(graph.graph) if r.family in families), key=lambda r: len(r.nodes))
+    subgraph, names = graph.graph.subgraph(region.nodes)
+    recorded = activations.record(graph, set(names))
+    values = [recorded[n] for n in names]
+    found, folded = rewrites(subgraph, CPU)[0]
+    assert found == name
+    wide = [v.double() for v in values]
+    assert torch.allclose(
+        build(folded, "float64")(wide)[0], build(subgraph, "float64")(wide)[0], rtol=1e-10, atol=1e-10
+    )
+    parts = split(folded)
+    assert parts is not None
+    assert len(parts.steady.ops) == 2
+    assert len(parts.prepare.outputs) == (1 if kind == "summands alone" else 2), "the weight stays where nothing scales"
+    if kind == "linear":
+        contender = Framework()
+        variants = contender.variants(subgraph, CPU, "quick")
+        assert not isinstance(variants, str)
+        assert (
+            Verifier(subgraph, values, "cpu").check(contender.build(subgraph, variants[0], CPU).run, "full").reason
+            == ""
+        )
+
+
+def test_operands_that_vary_or_have_gradients_are_not_folded() -> None:
+    norm = nn.BatchNorm2d(12)
+    model = trained(Affine(nn.Conv2d(8, 12, 3), norm, lambda y, norm, row, one: (y * y.mean(1, True)).tanh()))
+    subgraph, _ = captured(model, image()).graph.subgraph(["conv2d", "mean", "mul", "tanh"])
+    assert not any("folded" in name for name, _ in rewrites(subgraph, CPU))
+    rows = nn.Sequential(nn.Linear(8, 12), nn.Flatten(), nn.BatchNorm1d(12))
+    (graph,) = capture(Workload(rows.eval(), (image(16, 8),), mode="training")).graphs
+    subgraph, _ = graph.graph.subgraph([n.name for n in graph.graph.nodes if n.op in ("linear", "batch_norm")])
+    assert not any("folded" in name for name, _ in rewrites(subgraph, CPU))
 
 
 @pytest.mark.parametrize("memory_format", ["preserved", "channels_last"])

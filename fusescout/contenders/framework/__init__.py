@@ -22,6 +22,7 @@ from fusescout.contenders.framework.affine import affine
 from fusescout.contenders.framework.attention import attention
 from fusescout.contenders.framework.batch_norm import folded_batch_norm
 from fusescout.contenders.framework.chunked_loss import chunked_loss
+from fusescout.contenders.framework.folded import folded_affine
 from fusescout.contenders.framework.fused_convolution import cudnn_convolution
 from fusescout.contenders.framework.fused_convolution import onednn_convolution
 from fusescout.contenders.framework.gemm_activation import gemm_activation
@@ -40,7 +41,7 @@ from fusescout.reference import build
 from fusescout.reference import to_source
 
 RULES: tuple[Callable[[Subgraph], Step | None], ...] = (
-    spelled_out, affine, attention, folded_batch_norm, shared_bias, one_product, chunked_loss,
+    spelled_out, affine, attention, folded_affine, folded_batch_norm, shared_bias, one_product, chunked_loss,
 )  # fmt: skip
 DEVICE_RULES: dict[str, tuple[Callable[[Subgraph], Step | None], ...]] = {
     "cuda": (gemm_activation, cudnn_convolution),

@@ -13,6 +13,7 @@ from typing import Any
 
 from fusescout import convolution
 from fusescout.contenders.framework.surgery import Step
+from fusescout.contenders.framework.surgery import dense
 from fusescout.contenders.framework.surgery import numbered
 from fusescout.contenders.framework.surgery import splice
 from fusescout.convolution import Convolution
@@ -42,7 +43,7 @@ def folded_batch_norm(graph: Subgraph) -> Step | None:
         if conv_op is None or conv is None or graph.users(before) != (index,) or before in graph.outputs:
             continue
         parameters = [conv.weight, *([] if conv.bias is None else [conv.bias]), *op.inputs[1:]]
-        if not all(_is_constant(graph, p) for p in parameters) or not _is_plain(graph, index, before, conv):
+        if not all(is_constant(graph, p) for p in parameters) or not is_foldable(graph, index, before, conv):
             continue
         return "batch_norm folded into convolution", splice(
             graph, {before, index}, index, _folded(graph, conv_op, conv, op)
@@ -60,16 +61,16 @@ def affine_batch_norm(graph: Subgraph) -> Step | None:
         if op.name != "batch_norm" or op.args[TRAINING] is not False or not isinstance(op.args[MEAN], Ref):
             continue
         out = graph.tensor(index)
-        if out.requires_grad or not all(_is_constant(graph, p) for p in op.inputs[1:]):
+        if out.requires_grad or not all(is_constant(graph, p) for p in op.inputs[1:]):
             continue
         ops: list[Op] = []
-        emit = _emitter(ops)
-        scale, shift = _scale_and_shift(op, None, out.shape[1], emit)
+        emit = emitter(ops)
+        scale, shift = scale_and_shift(op, None, out.shape[1], emit)
         shape = (1, out.shape[1], *(1 for _ in out.shape[2:]))
         rows = []
         for row in (scale, shift):
             narrow = emit("_to_copy.default", (row,), TensorSpec((out.shape[1],), "float32", (1,)), dtype=FLOAT32)
-            rows.append(emit("view.default", (narrow, shape), _contiguous(shape, "float32")))
+            rows.append(emit("view.default", (narrow, shape), dense(shape, "float32")))
         wide = replace(out, dtype="float32")
         result = emit("mul.Tensor", (op.args[0], rows[0]), wide)
         result = emit("add.Tensor", (result, rows[1]), wide)
@@ -79,21 +80,23 @@ def affine_batch_norm(graph: Subgraph) -> Step | None:
     return None
 
 
-def _is_constant(graph: Subgraph, value: int) -> bool:
+def is_constant(graph: Subgraph, value: int) -> bool:
+    """Whether a value is made of parameters and buffers alone."""
     op = graph.op_of(value)
-    return graph.inputs[value].constant if op is None else all(_is_constant(graph, i) for i in op.inputs)
+    if op is None:
+        return graph.inputs[value].constant
+    return bool(op.inputs) and all(is_constant(graph, i) for i in op.inputs)
 
 
-def _is_plain(graph: Subgraph, norm: int, conv: int, read: Convolution) -> bool:
+def is_foldable(graph: Subgraph, norm: int, conv: int, read: Convolution) -> bool:
     """Inference in one floating dtype, with a weight whose memory has no gaps."""
     out, weight = graph.tensor(norm), graph.tensor(read.weight)
     if out.requires_grad or out.dtype not in FLOATS or out.dtype != graph.tensor(conv).dtype:
         return False
     if read.transposed and read.groups > 1 and not weight.is_contiguous:
         return False
-    dense = sorted(zip(weight.stride, weight.shape, strict=True))
     expected = 1
-    for stride, n in dense:
+    for stride, n in sorted(zip(weight.stride, weight.shape, strict=True)):
         if n != 1 and stride != expected:
             return False
         expected *= n
@@ -105,10 +108,10 @@ def _folded(graph: Subgraph, conv_op: Op, conv: Convolution, norm: Op) -> list[O
     assert isinstance(norm.out, TensorSpec)
     dtype, weight, channels = norm.out.dtype, graph.tensor(conv.weight), norm.out.shape[1]
     ops: list[Op] = []
-    emit = _emitter(ops)
-    scale, shift = _scale_and_shift(norm, conv.bias, channels, emit)
+    emit = emitter(ops)
+    scale, shift = scale_and_shift(norm, conv.bias, channels, emit)
     wide = TensorSpec(weight.shape, WIDE, weight.stride)
-    scaled = _scaled(conv, emit("_to_copy.default", (Ref(conv.weight),), wide, dtype=FLOAT64), scale, wide, emit)
+    scaled = scaled_weight(conv, emit("_to_copy.default", (Ref(conv.weight),), wide, dtype=FLOAT64), scale, wide, emit)
     narrow = TensorSpec(weight.shape, dtype, weight.stride), TensorSpec((channels,), dtype, (1,))
     new_weight = emit("_to_copy.default", (scaled,), narrow[0], dtype=Const("dtype", dtype))
     new_bias = emit("_to_copy.default", (shift,), narrow[1], dtype=Const("dtype", dtype))
@@ -117,7 +120,9 @@ def _folded(graph: Subgraph, conv_op: Op, conv: Convolution, norm: Op) -> list[O
     return ops
 
 
-def _emitter(ops: list[Op]) -> Emit:
+def emitter(ops: list[Op]) -> Emit:
+    """Appends to `ops`."""
+
     def emit(name: str, args: tuple[Any, ...], out: TensorSpec, **kwargs: Any) -> Ref:
         ops.append(Op(f"aten.{name}", args, tuple(kwargs.items()), out))
         return Ref(-len(ops))
@@ -125,7 +130,7 @@ def _emitter(ops: list[Op]) -> Emit:
     return emit
 
 
-def _scale_and_shift(norm: Op, bias: int | None, channels: int, emit: Emit) -> tuple[Ref, Ref]:
+def scale_and_shift(norm: Op, bias: int | None, channels: int, emit: Emit) -> tuple[Ref, Ref]:
     """What batch norm multiplies by and adds, in float64; `bias` was added to its input before."""
     row = TensorSpec((channels,), WIDE, (1,))
 
@@ -145,31 +150,23 @@ def _scale_and_shift(norm: Op, bias: int | None, channels: int, emit: Emit) -> t
     return scale, shift
 
 
-def _scaled(conv: Convolution, weight: Ref, scale: Ref, spec: TensorSpec, emit: Emit) -> Ref:
+def scaled_weight(conv: Convolution, weight: Ref, scale: Ref, spec: TensorSpec, emit: Emit) -> Ref:
     """The weight times one factor for each output channel."""
     kernel = spec.shape[2:]
     if not conv.transposed:  # [out, in / groups, ...]
         shape = (spec.shape[0], *(1 for _ in spec.shape[1:]))
-        factor = emit("view.default", (scale, shape), _contiguous(shape, spec.dtype))
+        factor = emit("view.default", (scale, shape), dense(shape, spec.dtype))
         return emit("mul.Tensor", (weight, factor), spec)
     inner, outer = spec.shape[0] // conv.groups, spec.shape[1]  # [in, out / groups, ...]
     shape = (conv.groups, 1, outer, *(1 for _ in kernel))
-    factor = emit("view.default", (scale, shape), _contiguous(shape, spec.dtype))
+    factor = emit("view.default", (scale, shape), dense(shape, spec.dtype))
     if conv.groups == 1:
         flat = (1, outer, *(1 for _ in kernel))
-        return emit("mul.Tensor", (weight, emit("view.default", (scale, flat), _contiguous(flat, spec.dtype))), spec)
+        return emit("mul.Tensor", (weight, emit("view.default", (scale, flat), dense(flat, spec.dtype))), spec)
     apart = (conv.groups, inner, outer, *kernel)
     product = emit(
         "mul.Tensor",
-        (emit("view.default", (weight, apart), _contiguous(apart, spec.dtype)), factor),
-        _contiguous(apart, spec.dtype),
+        (emit("view.default", (weight, apart), dense(apart, spec.dtype)), factor),
+        dense(apart, spec.dtype),
     )
     return emit("view.default", (product, spec.shape), spec)
-
-
-def _contiguous(shape: tuple[int, ...], dtype: str) -> TensorSpec:
-    stride, step = [], 1
-    for n in reversed(shape):
-        stride.append(step)
-        step *= n
-    return TensorSpec(shape, dtype, tuple(reversed(stride)))
