@@ -8,6 +8,8 @@ the values are written over in place: graphs captured before read the new ones.
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -28,13 +30,40 @@ TABLE = "table"
 """In the meta of an input that stands for kept values: the sizes of the call's inputs decide its own."""
 
 
+MOST_SETS = 64
+"""Sets of sources that values are kept for: Dynamo runs one graph for all layers of a kind that a graph break parts."""
+
+
+@dataclass
+class _Made:
+    """Values, and by what to tell that a source still holds what they were made of: itself, address, version."""
+
+    values: tuple[Tensor, ...]
+    marks: list[tuple[weakref.ref[Tensor], int, int]]
+
+    def current(self, sources: Sequence[Tensor]) -> bool:
+        for tensor, (seen, address, version) in zip(sources, self.marks, strict=True):
+            if seen() is not tensor or tensor._version != version or tensor.data_ptr() != address:
+                return False
+        return True
+
+    def of(self, sources: Sequence[Tensor]) -> bool:
+        return all(mark[0]() is tensor for tensor, mark in zip(sources, self.marks, strict=True))
+
+
 @dataclass
 class Kept:
-    """Values that are kept between calls, and the sources they were made of: tensor, address, version."""
+    """Values that are kept between calls, by the identities of their sources."""
 
-    values: tuple[Tensor, ...] | None = None
-    seen: list[tuple[Tensor, int, int]] = field(default_factory=list)
+    sets: OrderedDict[tuple[int, ...], _Made] = field(default_factory=OrderedDict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def trim(self) -> None:
+        """Let go of what was made of tensors that are gone, and of the oldest sets."""
+        for key in [k for k, made in self.sets.items() if any(mark[0]() is None for mark in made.marks)]:
+            del self.sets[key]
+        while len(self.sets) > MOST_SETS:
+            self.sets.popitem(last=False)
 
 
 class Hoisted:
@@ -78,46 +107,46 @@ class Hoisted:
 
     def forget(self) -> None:
         """Make the values anew in the next call, whatever torch knows of their sources."""
-        self._kept.seen = []
+        for made in self._kept.sets.values():
+            made.marks = [(seen, address, -1) for seen, address, _ in made.marks]
+
+    def held(self) -> list[Tensor]:
+        """All values that are kept now."""
+        return [value for made in self._kept.sets.values() for value in made.values]
 
     def values(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         """The values for these inputs, made anew where a source is another tensor or was written to."""
         sources = [inputs[k] for k in self.sources]
-        kept = self._kept
-        if kept.values is None or not _current(sources, kept.seen):
-            with kept.lock:
+        made = self._kept.sets.get(tuple(map(id, sources)))
+        if made is None or not made.current(sources):
+            with self._kept.lock:
                 return self._refresh(sources)
-        return kept.values
+        return made.values
 
     def _refresh(self, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        kept = self._kept
+        from fusescout.capture.autocast import state
+
         device = self._specs[0].device
         on_gpu = device.type == "cuda"
-        with torch.inference_mode(False), torch.no_grad():
-            made = tuple(self.prepare(*sources))
+        with torch.inference_mode(False), torch.no_grad(), state({}):  # a captured graph's casts are explicit
+            values = tuple(self.prepare(*sources))
             uncounted = any(t.is_inference() for t in sources)
             if uncounted or (on_gpu and torch.cuda.is_current_stream_capturing()):
-                return made
-            if kept.values and self.in_place:
-                for old, new in zip(kept.values, made, strict=True):
+                return values
+            key = tuple(map(id, sources))
+            before = self._kept.sets.get(key)
+            if before is not None and self.in_place and before.of(sources):
+                for old, new in zip(before.values, values, strict=True):
                     old.copy_(new)
+                values = before.values
             else:
                 owned = {t.untyped_storage().data_ptr() for t in sources}
-                kept.values = tuple(v.clone() if v.untyped_storage().data_ptr() in owned else v for v in made)
+                values = tuple(v.clone() if v.untyped_storage().data_ptr() in owned else v for v in values)
             if on_gpu:
                 torch.cuda.current_stream(device).synchronize()  # the next call may use another stream
-        kept.seen = [(t, t.data_ptr(), t._version) for t in sources]
-        assert kept.values is not None
-        return kept.values
-
-
-def _current(sources: Sequence[Tensor], known: Sequence[tuple[Tensor, int, int]]) -> bool:
-    if len(sources) != len(known):
-        return False
-    for tensor, (seen, address, version) in zip(sources, known, strict=True):
-        if tensor is not seen or tensor._version != version or tensor.data_ptr() != address:
-            return False
-    return True
+        self._kept.sets[key] = _Made(values, [(weakref.ref(t), t.data_ptr(), t._version) for t in sources])
+        self._kept.trim()
+        return values
 
 
 def _fake_mode(inputs: Sequence[Any]) -> AbstractContextManager[Any]:

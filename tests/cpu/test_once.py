@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -153,7 +154,7 @@ def check(model: nn.Module, *args: Any, exact: bool = True) -> Any:
 
 
 def values(handle: Patched) -> list[Tensor]:
-    return [v for lot in handle._backend.hoisted for v in lot._kept.values or ()]
+    return [v for lot in handle._backend.hoisted for v in lot.held()]
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -219,6 +220,42 @@ def test_other_shapes_share_what_does_not_depend_on_them() -> None:
             check(model, X[:, :length])
     assert handle.counters.captures == 2
     assert len({v.data_ptr() for v in values(handle)}) == 4 + 2
+
+
+def test_casts_follow_the_graph_not_what_autocast_is_in_force() -> None:
+    def forward(m: Model, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            angles = torch.arange(float(LENGTH))[:, None] @ m.frequencies[None]
+        return m.linear(x) + torch.cat((angles, angles), -1).cos()
+
+    model = Model(forward).eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), applied(model, X) as handle:
+        check(model, X)
+        assert len(values(handle)) == 3
+
+
+def test_layers_that_share_a_graph_keep_a_set_each() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return x * self.scale.exp()
+
+    model = Model(lambda m, x: m.layers(x)).eval()
+    model.layers = nn.Sequential(*(Layer() for _ in range(3)))
+    with torch.no_grad(), applied(model, X) as handle:
+        check(model, X)
+        addresses = [v.data_ptr() for v in values(handle)]
+        check(model, X)
+        assert [v.data_ptr() for v in values(handle)] == addresses
+        assert len(set(addresses)) == 3
+        model.layers[1] = Layer()
+        gc.collect()
+        check(model, X)
+        assert len({v.data_ptr() for v in values(handle)}) == 3
 
 
 def test_in_training_nothing_is_kept_that_a_gradient_goes_through() -> None:

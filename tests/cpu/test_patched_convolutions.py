@@ -99,16 +99,16 @@ def test_prepared_values_stay_where_they_are(model: nn.Module) -> None:
         with torch.no_grad():
             model(x)
     (hoisted,) = found
-    first = [v.data_ptr() for v in hoisted._kept.values]
+    first = [v.data_ptr() for v in hoisted.held()]
     owned = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    assert not owned & {v.untyped_storage().data_ptr() for v in hoisted._kept.values}
-    made = hoisted._kept.values
+    assert not owned & {v.untyped_storage().data_ptr() for v in hoisted.held()}
+    made = hoisted.held()
     with torch.no_grad():
         model(x)
-        assert hoisted._kept.values is made
+        assert all(a is b for a, b in zip(hoisted.held(), made, strict=True))
         model.first.conv1.weight.mul_(2)
         model(x)
-    assert [v.data_ptr() for v in hoisted._kept.values] == first
+    assert [v.data_ptr() for v in hoisted.held()] == first
     handle.undo()
 
 
