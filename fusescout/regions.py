@@ -11,17 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fusescout.aliasing import Aliases
-from fusescout.convolution import BIAS
 from fusescout.convolution import CONVOLUTIONS
 from fusescout.flow import Flow
 from fusescout.flow import grow
 from fusescout.ir import Graph
 from fusescout.ir import Node
-from fusescout.ir import Ref
 from fusescout.ir import TensorSpec
 from fusescout.nodekinds import REGROUPS
 from fusescout.nodekinds import is_pointwise
 from fusescout.nodekinds import shape_of
+from fusescout.regions_convolutions import and_convolutions
 from fusescout.regions_losses import find_losses
 from fusescout.regions_pieces import find_pieces
 from fusescout.regions_rows import SOFTMAXES
@@ -79,12 +78,10 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
                 add("conv_epilogue", names)
     for names in find_rows(flow):
         add("rowwise", names)
-        add("conv_epilogue", _and_convolutions(graph, names))
-    for names in _pointwise(flow):
+        add("conv_epilogue", and_convolutions(graph, names))
+    for names in (*_pointwise(flow), *find_pieces(flow)):
         add("pointwise", names)
-    for names in find_pieces(flow):
-        add("pointwise", names)
-        add("conv_epilogue", _and_convolutions(graph, names))
+        add("conv_epilogue", and_convolutions(graph, names))
     return tuple(found.values())
 
 
@@ -229,17 +226,6 @@ def _behind_convolution(flow: Flow, anchor: Node) -> list[set[str]]:
     both = grow(flow, single, lambda n: fits(n) or is_twin(n), backward=True)
     twins = [both] if sum(graph.by_name[n].op in CONVOLUTIONS for n in both) == 2 else []
     return [*(_single_output(graph, t) for t in twins), widest, single, _lean(flow, anchor, widest)]
-
-
-def _and_convolutions(graph: Graph, names: set[str]) -> set[str]:
-    """With the convolutions that only this region reads, if they have a bias: it can be added in the region's pass."""
-    read = {i for n in names for i in graph.by_name[n].inputs} - names - set(graph.outputs)
-    return names | {i for i in read if _has_bias(graph.by_name[i]) and names.issuperset(graph.users[i])}
-
-
-def _has_bias(node: Node) -> bool:
-    plain = isinstance(node.out, TensorSpec) and not node.out.requires_grad
-    return plain and node.op in CONVOLUTIONS and len(node.args) > BIAS and isinstance(node.args[BIAS], Ref)
 
 
 def _gated(flow: Flow) -> list[set[str]]:

@@ -65,6 +65,17 @@ def test_batch_norm_in_training_and_other_shapes_stay_outside() -> None:
     assert chains(b.graph(trained, pooled)) == []
 
 
+def test_a_bias_is_added_in_the_pass_of_what_follows_through_views_too() -> None:
+    b = Builder()
+    rows, weight = spec(2, 6, 6, 8), b.input(spec(8, 8, 3, 3))
+    biased = b.op("conv2d", IMAGE, b.input(IMAGE), weight, b.input(spec(8)), (1, 1))
+    normed = b.op("layer_norm", rows, b.op("permute", rows, biased, (0, 2, 3, 1)), (8,), b.input(spec(8)))
+    plain = b.op("softmax", IMAGE, conv(b, b.input(IMAGE)), 1)
+    read_twice = b.op("conv2d", IMAGE, b.input(IMAGE), weight, b.input(spec(8)), (1, 1))
+    other = b.op("softmax", IMAGE, read_twice, 1)
+    assert chains(b.graph(normed, plain, other, read_twice)) == [("conv2d", "permute", "layer_norm")]
+
+
 def test_a_convolution_alone_is_no_region() -> None:
     b = Builder()
     assert chains(b.graph(conv(b, b.input(IMAGE)))) == []
