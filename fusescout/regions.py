@@ -32,6 +32,7 @@ MAX_INPUTS = 12
 PREPARING = ("conv_epilogue", "gemm_shared_input")
 """Families whose parameters go into prepared constants, so that a kernel doesn't take each of them."""
 GEMMS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
+CUTS = frozenset({"getitem", "chunk", "split", "split_with_sizes", "slice"})
 LAYOUTS = frozenset({*REGROUPS, "transpose", "permute", "t", "expand", "contiguous", "clone", "_to_copy", "to"})
 
 
@@ -229,7 +230,10 @@ def _behind_convolution(flow: Flow, anchor: Node) -> list[set[str]]:
 
 
 def _gated(flow: Flow) -> list[set[str]]:
-    """`act(x Wg^T) * (x Wu^T)`: a product of two branches that each come from one GEMM on the same input."""
+    """`act(x Wg^T) * (x Wu^T)`: a product of two branches that each come from one GEMM on the same input.
+
+    Or from the two halves of one GEMM's result, where the weights are packed into one.
+    """
     graph = flow.graph
     regions = []
     for node in graph.nodes:
@@ -239,23 +243,28 @@ def _gated(flow: Flow) -> list[set[str]]:
         if any(b is None for b in branches):
             continue
         (first, left), (second, right) = branches[0] or (None, set()), branches[1] or (None, set())
-        if first is None or second is None or first is second or first.args[0] != second.args[0]:
+        if first is None or second is None or first.args[0] != second.args[0]:
             continue
-        regions.append({node.name, *left, *right})
+        names = {node.name, *left, *right}
+        packed = any(graph.by_name[n].op in CUTS for n in names)
+        if packed is (first is second) and (not packed or names.issuperset(graph.users[first.name])):
+            regions.append(names)
     return regions
 
 
 def _branch_to_gemm(graph: Graph, name: str) -> tuple[Node, set[str]] | None:
-    """Walk up single-input pointwise nodes that nobody else reads, to a linear."""
+    """Walk up single-input pointwise nodes that nobody else reads, to a linear, or to a part of its result."""
     path: set[str] = set()
+    cut = False
     while True:
         node = graph.by_name[name]
-        if len(graph.users[name]) != 1:
+        cut = cut or node.op in CUTS
+        if len(graph.users[name]) != 1 and not cut:
             return None
         path.add(name)
         if node.op == "linear":
             return node, path
-        if not is_pointwise(node) or len(node.inputs) != 1:
+        if not (node.op in CUTS if cut else is_pointwise(node)) or len(node.inputs) != 1:
             return None
         name = node.inputs[0]
 

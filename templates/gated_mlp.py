@@ -1,4 +1,7 @@
-"""Two GEMMs on one input with a pointwise end, such as silu(x Wg^T) * (x Wu^T): both products stay on the chip."""
+"""Two GEMMs on one input with a pointwise end, such as silu(x Wg^T) * (x Wu^T): both products stay on the chip.
+
+The weights may be packed: one GEMM whose result is cut in two.
+"""
 
 from fusescout.templates import gemm_problem
 from fusescout.templates.gemm_configs import space
@@ -16,7 +19,7 @@ GEMMS = 2
 
 def supports(graph: Subgraph, device: Device) -> str | None:
     """None if the kernel covers all of `graph`, else a sentence why not."""
-    return refusal(graph, device, GEMMS)
+    return refusal(graph, device, GEMMS, dots=True)
 
 
 def configs(graph: Subgraph, device: Device) -> list:

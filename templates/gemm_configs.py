@@ -2,6 +2,7 @@
 
 import math
 
+from fusescout.templates import gemm_small as small
 from fusescout.templates.gemm_problem import Problem
 
 from fusescout.device import Device
@@ -70,16 +71,21 @@ def space(problem: Problem, device: Device, more: int = 0) -> list:
     """All configs that fit, best guess first; `more` clocks are what 128 elements take beside the epilogue's ops."""
     if device.kind == "cpu":
         return [_config(("plain", 32, min(problem.N, 256), problem.K, 1, {}), device)]
-    rows = FEW_ROWS if problem.M <= 64 else ()
+    found: list = small.vectors(problem)
+    if not small.copied(problem):
+        return sorted(found, key=lambda c: clocks(problem, c, device))
+    if device.arch in HOPPER:
+        found += small.splits(problem, device)
+    rows = FEW_ROWS if problem.M <= small.FEW else ()
     shapes = rows + (WARP_SPECIALISED if device.arch in HOPPER else GENERIC)
-    found: list = []
     for shape in shapes:
         config = _config(shape, device)
         while config["stages"] > (3 if _by_hand(config) else 2) and not _fits(problem, config):
             config["stages"] -= 1
         if _fits(problem, config) and config not in found:
             found.append(config)
-    return sorted(found, key=lambda c: clocks(problem, c, device, more))
+    found.sort(key=lambda c: clocks(problem, c, device, more))
+    return small.varied(found) if any(c["schedule"] in ("vector", "split") for c in found) else found
 
 
 def _config(shape: tuple, device: Device) -> dict:
@@ -115,7 +121,7 @@ def _fits(p: Problem, c: dict) -> bool:
     registers = sums + c["BM"] * c["BN"] * (outputs - 1) // (2 * 128 * warpgroups)
     if c["schedule"] == "roles" and c["BK"] >= p.K:
         return False  # a pipelined loop of one trip
-    if p.M <= 64 and c["BM"] > 16 and c["BM"] // 2 >= p.M:
+    if p.M <= small.FEW and c["BM"] > 16 and c["BM"] // 2 >= p.M:
         return False  # a smaller tile does
     if c.get("cluster", 1) * c["BM"] >= p.M + c["BM"] or (p.batch and "cluster" in c):
         return False  # a cluster would have nothing to share
@@ -124,6 +130,8 @@ def _fits(p: Problem, c: dict) -> bool:
 
 def clocks(p: Problem, c: dict, device: Device, more: int = 0) -> float:
     """Clocks the kernel is expected to take; only the order of configs rests on it."""
+    if p.M <= small.FEW or c["schedule"] == "split":
+        return small.clocks(p, c, device)
     sms, gemms = max(device.cores, 1), len(p.weights)
     pair = c["BM"] * c.get("cluster", 1)
     tiles = math.ceil(p.M / pair) * c.get("cluster", 1) * math.ceil(p.N / c["BN"]) * math.prod(p.batch)
@@ -141,8 +149,6 @@ def clocks(p: Problem, c: dict, device: Device, more: int = 0) -> float:
     )
     tail = elements * tail / 128 + elements * 2 * len(p.outputs) / 32
     waves = math.ceil(tiles / sms)
-    if p.M <= 64:  # the weight's bytes decide: many blocks, deep loads
-        return waves * (steps * load + 600) / min(1.0, c["stages"] * c["BK"] / 768)
     if c["schedule"] == "pingpong":
         return waves * max(main - 600, tail) + min(main, tail) + 600
     if c.get("ctas", 1) == 2:

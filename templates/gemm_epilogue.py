@@ -5,8 +5,13 @@ from fusescout.templates.dialect import HALF
 from fusescout.templates.dialect import dialect_for
 from fusescout.templates.expression import unsupported
 from fusescout.templates.gemm_configs import space
+from fusescout.templates.gemm_plain import Plain
 from fusescout.templates.gemm_problem import Refused
+from fusescout.templates.gemm_small import MOST_ROWS
+from fusescout.templates.gemm_small import copied
 from fusescout.templates.gemm_source import Writer
+from fusescout.templates.gemm_split import Split
+from fusescout.templates.gemm_vector import Vector
 from fusescout.templates.source import build
 
 from fusescout.device import Device
@@ -18,13 +23,13 @@ FAMILY = "gemm_epilogue"
 GEMMS = 1
 
 CPU_FLOATS = ("float32", *HALF)
-BULK_BYTES = 16
-"""The copy engine needs addresses and row pitches in multiples of this."""
+WRITERS = {"plain": Plain, "vector": Vector, "split": Split}
+"""Schedules with a writer of their own."""
 
 
 def supports(graph: Subgraph, device: Device) -> str | None:
     """None if the kernel covers all of `graph`, else a sentence why not."""
-    return refusal(graph, device, GEMMS)
+    return refusal(graph, device, GEMMS, dots=True)
 
 
 def configs(graph: Subgraph, device: Device) -> list:
@@ -35,13 +40,14 @@ def kernel(graph: Subgraph, config: dict, device: Device) -> Kernel:
     return write(graph, config, device, GEMMS, NAME)
 
 
-def refusal(graph: Subgraph, device: Device, gemms: int) -> str | None:
+def refusal(graph: Subgraph, device: Device, gemms: int, dots: bool = False) -> str | None:
+    """Why no schedule covers `graph`, or None. With `dots`, "vector" is one, which takes a few rows of any layout."""
     try:
         problem = gemm_problem.read(graph, gemms)
     except Refused as reason:
         return f"{reason}."
     for value in problem.epilogue:
-        why = unsupported(graph.op_of(value), graph)
+        why = unsupported(problem.graph.op_of(value), problem.graph)
         if why:
             return f"{why}."
     operands = (problem.x, *problem.weights)
@@ -54,19 +60,18 @@ def refusal(graph: Subgraph, device: Device, gemms: int) -> str | None:
         return "A result is not a floating-point tensor of at most 32 bits."
     if device.kind == "cpu":
         return None if dtypes <= set(CPU_FLOATS) else f"TileLang's C target has no {dtypes.pop()} here."
+    if not dtypes <= set(CPU_FLOATS):
+        return f"No GEMM for {dtypes.pop()} here."
+    if copied(problem) or (dots and problem.M <= MOST_ROWS):
+        return None
     if dtypes == {"float32"}:
         return "TileLang's fp32 GEMM is TF32, which is not fp32."
-    if not dtypes <= set(HALF):
-        return f"No tensor-core GEMM for {dtypes.pop()} here."
-    for operand in operands:
-        if any(s * 2 % BULK_BYTES for s in (operand.pitch, *operand.batch)) or not operand.aligned:
-            return "An operand's rows don't start at multiples of 16 bytes, so the copy engine can't load it."
-    return None
+    return "An operand's rows don't start at multiples of 16 bytes, so the copy engine can't load it."
 
 
 def write(graph: Subgraph, config: dict, device: Device, gemms: int, name: str) -> Kernel:
     problem = gemm_problem.read(graph, gemms)
     dialect = dialect_for(device.kind, tuple(o.dtype for o in problem.outputs))
-    writer = Writer(problem, config, dialect)
+    writer = WRITERS.get(config["schedule"], Writer)(problem, config, dialect)
     source = writer.source(name)
     return Kernel(build(source, name), writer.params(), source, writer.pass_configs())

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from fusescout.templates.gemm_batch import Refused
 from fusescout.templates.gemm_batch import agreed
+from fusescout.templates.gemm_packed import unpacked
 
 from fusescout.ir import Op
 from fusescout.ir import Ref
@@ -31,7 +32,7 @@ class Matrix:
     """A 2-D operand of the GEMM: rows x columns, `pitch` elements from row to row, columns adjacent.
 
     `batch` has the elements from matrix to matrix in each batch dimension, 0 where all share one. While a problem is
-    being read it has (size, stride) pairs instead.
+    being read it has (size, stride) pairs instead. `offset` rows lie before it in the tensor that is passed.
     """
 
     input: int
@@ -41,6 +42,7 @@ class Matrix:
     dtype: str
     aligned: bool
     batch: tuple = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Operand:
     """An epilogue input. `kind` tells its address for result element (m, n).
 
     "full" [m, n], "row" [n], "column" [m], "scalar" [0], "cycle" [m % period, n], "block" [m // period, n],
-    "cycle_column" [m % period], "block_column" [m // period].
+    "cycle_column" [m % period], "block_column" [m // period]. `offset` elements of a row lie before it, as in `Matrix`.
     """
 
     value: int
@@ -59,6 +61,7 @@ class Operand:
     dtype: str
     period: int = 1
     batch: tuple = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,24 @@ class Problem:
 
 def read(graph: Subgraph, gemms: int = 1) -> Problem:
     """The problem a sub-graph states; raises `Refused` with the reason if it isn't `gemms` GEMMs with an epilogue."""
+    packed = unpacked(graph) if gemms == 2 else None
+    if packed is None:
+        return _read(graph, gemms)
+    problem = _read(packed.graph, gemms)
+    if not problem.transposed:
+        raise Refused("the halves of its weight lie side by side")
+
+    def placed(o):
+        origin, offset = packed.origins[o.input]
+        return replace(o, input=origin, offset=offset)
+
+    return replace(
+        problem, x=placed(problem.x), weights=tuple(map(placed, problem.weights)),
+        operands=tuple(map(placed, problem.operands)),
+    )  # fmt: skip
+
+
+def _read(graph: Subgraph, gemms: int) -> Problem:
     first = len(graph.inputs)
     anchors = tuple(first + k for k, op in enumerate(graph.ops) if op.name in GEMMS)
     if len(anchors) != gemms:

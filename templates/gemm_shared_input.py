@@ -10,8 +10,9 @@ from fusescout.templates import gemm_problem
 from fusescout.templates.dialect import dialect_for
 from fusescout.templates.gemm_configs import clocks
 from fusescout.templates.gemm_configs import space
-from fusescout.templates.gemm_epilogue import BULK_BYTES
+from fusescout.templates.gemm_epilogue import WRITERS
 from fusescout.templates.gemm_epilogue import refusal
+from fusescout.templates.gemm_small import BULK_BYTES
 from fusescout.templates.gemm_source import Writer
 from fusescout.templates.source import build
 
@@ -26,7 +27,8 @@ from fusescout.template import Param
 
 NAME = "gemm_shared_input"
 FAMILY = "gemm_shared_input"
-SCHEDULES = ("plain", "auto", "coop", "pingpong")
+BY_ELEMENT = ("plain", "vector")
+SCHEDULES = (*BY_ELEMENT, "auto", "coop", "pingpong", "split")
 """Those that may branch where they write: TileLang finds no roles in a kernel that branches, so "roles" is not one."""
 
 
@@ -37,13 +39,14 @@ def supports(graph: Subgraph, device: Device) -> str | None:
         return shared
     if device.kind == "cuda" and any(n * 2 % BULK_BYTES for n in shared.columns):
         return "A result's rows don't start at multiples of 16 bytes, so the copy engine can't write it."
-    return refusal(_product(_steady(graph, shared, 1)), device, 1)
+    return refusal(_product(_steady(graph, shared, 1)), device, 1, dots=True)
 
 
 def configs(graph: Subgraph, device: Device) -> list:
     """The space of the one product, ordered by what the gaps between the weights cost as well."""
     shared = read(graph)
-    found = [c for c in space(_problem(graph, shared, 1), device) if c["schedule"] in SCHEDULES]
+    every = space(_problem(graph, shared, 1), device)
+    found = [c for c in every if c["schedule"] in SCHEDULES and c.get("join") != "memory"]
     if device.kind == "cpu":
         return found
     widths = {width: _problem(graph, shared, width) for width in {c["BN"] for c in found}}
@@ -60,15 +63,16 @@ def kernel(graph: Subgraph, config: dict, device: Device) -> Kernel:
     """The kernel of a config, from the steady part: one `linear` and the column ranges of its result."""
     product = _product(graph)
     columns = [(op.args[2], op.args[3]) for op in graph.ops if op.name == "slice"]
-    writer = _Writer(gemm_problem.read(product), config, dialect_for(device.kind, (product.output_specs[0].dtype,)))
+    dialect = dialect_for(device.kind, (product.output_specs[0].dtype,))
+    writer = _writer(config)(gemm_problem.read(product), config, dialect)
     writer.ranges = tuple(columns)
     source = writer.source(NAME)
     return Kernel(build(source, NAME), writer.params(), source, writer.pass_configs())
 
 
 def _tile(config: dict) -> int:
-    """A tile on the CPU is written element by element, wherever it begins."""
-    return 1 if config["schedule"] == "plain" else config["BN"]
+    """A tile that is written element by element may begin anywhere."""
+    return 1 if config["schedule"] in BY_ELEMENT else config["BN"]
 
 
 def _steady(graph: Subgraph, shared: Shared, tile: int) -> Subgraph:
@@ -87,7 +91,12 @@ def _product(steady: Subgraph) -> Subgraph:
     return Subgraph(steady.inputs, steady.ops[:1], (len(steady.inputs),))
 
 
-class _Writer(Writer):
+def _writer(config: dict) -> type:
+    """The writer of the config's schedule, with results that lie apart."""
+    return type("Parted", (_Parted, WRITERS.get(config["schedule"], Writer)), {})
+
+
+class _Parted(Writer):
     """Writes each result where it lies; `ranges` are its first and last column in the one product."""
 
     ranges: tuple
@@ -106,7 +115,8 @@ class _Writer(Writer):
         place = re.search(r"\by0\[(.*?)\]", line)
         if place is None:
             return [line]
-        indent, column = line[: len(line) - len(line.lstrip())], "bn * BN + j" if self.d.cpu else "col"
+        indent = line[: len(line) - len(line.lstrip())]
+        column = "bn * BN + j" if self.c["schedule"] in BY_ELEMENT else "col"
         lines = []
         for k, (start, end) in enumerate(self.ranges):
             test = f"{'if' if k == 0 else 'elif'} {column} < {end}:" if k < len(self.ranges) - 1 else "else:"

@@ -43,9 +43,9 @@ class Writer:
 
         found = [param("x", "input", p.x.input, p.x, (p.M, p.K), (p.x.pitch, 1))]
         for g, w in enumerate(p.weights):
-            found.append(param(f"w{g}", "input", w.input, w, (w.rows, w.columns), (w.pitch, 1)))
+            found.append(param(f"w{g}", "input", w.input, w, (w.offset + w.rows, w.columns), (w.pitch, 1)))
         for k, o in enumerate(p.operands):
-            found.append(param(f"e{k}", "input", o.input, o, o.shape, o.stride))
+            found.append(param(f"e{k}", "input", o.input, o, (o.offset + o.shape[0], *o.shape[1:]), o.stride))
         for k, o in enumerate(p.outputs):
             found.append(param(f"y{k}", "output", k, o, (p.M, p.N), (o.pitch, 1)))
         return tuple(found)
@@ -88,14 +88,14 @@ class Writer:
         if k == self.residual:
             return self.d.load(f"y_s{suffix}[i, j]", o.dtype)
         at = {
-            "full": f"{m}, {n}", "row": n, "column": m, "scalar": "0",
+            "full": f"{m}, {n}", "row": f"{behind(o)}{n}", "column": m, "scalar": "0",
             "cycle": f"({m}) % {o.period}, {n}", "block": f"({m}) // {o.period}, {n}",
             "cycle_column": f"({m}) % {o.period}", "block_column": f"({m}) // {o.period}",
         }[o.kind]  # fmt: skip
         return self.d.load(f"e{k}[{self._z(o)}{at}]", o.dtype)
 
-    def _compute(self, output: int, accs: list, m: str, n: str, suffix: str = "") -> tuple:
-        """(statements, value text) of one output element."""
+    def _started(self, accs: list, m: str, n: str, suffix: str = "") -> tuple:
+        """(statements, value texts) of what the epilogue starts from: the operands, the GEMMs with their own biases."""
         p = self.p
         values = {o.value: self._element(k, m, n, suffix) for k, o in enumerate(p.operands)}
         lines = []
@@ -107,8 +107,13 @@ class Writer:
             if text != acc:
                 values[anchor] = f"v{anchor}"
                 lines.append(f"v{anchor} = let({text})")
-        wanted = p.graph.outputs[output]
-        body, found = emit(p.graph, values, self.d, _needed(p, wanted))
+        return lines, values
+
+    def _compute(self, output: int, accs: list, m: str, n: str, suffix: str = "") -> tuple:
+        """(statements, value text) of one output element."""
+        lines, values = self._started(accs, m, n, suffix)
+        wanted = self.p.graph.outputs[output]
+        body, found = emit(self.p.graph, values, self.d, _needed(self.p, wanted))
         return lines + body, found[wanted]
 
     def _epilogue(self, suffix: str = "", threads: int = 0) -> list:
@@ -148,9 +153,9 @@ class Writer:
         return lines
 
     def _preload(self, suffix: str = "") -> list:
-        text = {"row": "col : col + BN", "column": "row : row + BM"}
+        text = {"row": "{0}col : {0}col + BN", "column": "row : row + BM"}
         return [
-            f"T.copy(e{k}[{self._z(o)}{text[o.kind]}], e{k}_f{suffix})"
+            f"T.copy(e{k}[{self._z(o)}{text[o.kind].format(behind(o))}], e{k}_f{suffix})"
             for k, o in enumerate(self.p.operands)
             if self._kept(o)
         ]
@@ -175,8 +180,8 @@ class Writer:
         return [f"w{g}_s = T.alloc_shared(({stages}{shape}), DTYPE)" for g in range(self.gemms)]
 
     def _load(self) -> list:
-        at = "col, k * BK" if self.p.transposed else "k * BK, col"
-        return [f"T.copy(w{g}[{self._z(w)}{at}], w{g}_s)" for g, w in enumerate(self.p.weights)]
+        at = "{}col, k * BK" if self.p.transposed else "k * BK, col"
+        return [f"T.copy(w{g}[{self._z(w)}{at.format(behind(w))}], w{g}_s)" for g, w in enumerate(self.p.weights)]
 
     def _mma(self) -> list:
         return [
@@ -185,16 +190,16 @@ class Writer:
         ]
 
     def _load_async(self) -> list:
-        rows, steps = "col : col + BN", "k * BK : (k + 1) * BK"
+        rows, steps = "{0}col : {0}col + BN", "k * BK : (k + 1) * BK"
         z = self._z(self.p.x)
         x = f"T.tma_copy(x[{z}row : row + BM, {steps}], x_s[it % STAGES, :, :], barrier=full[it % STAGES])"
         at = f"{rows}, {steps}" if self.p.transposed else f"{steps}, {rows}"
         last = self.gemms - 1
         return [x] + [
-            f"T.tma_copy(w{g}[{self._z(self.p.weights[g])}{at}], w{g}_s[it % STAGES, :, :], barrier=full[it % STAGES]"
+            f"T.tma_copy(w{g}[{self._z(w)}{at.format(behind(w))}], w{g}_s[it % STAGES, :, :], barrier=full[it % STAGES]"
             + (", cluster_mask=3" if self.cluster == 2 else "")
             + (', annotations={"emit_arrive": 1})' if g == last else ")")
-            for g in range(self.gemms)
+            for g, w in enumerate(self.p.weights)
         ]
 
     def _mma_async(self, suffix: str = "") -> list:
@@ -358,26 +363,10 @@ class Writer:
         extra = {"roles": ROLE_BASED, "pingpong": NO_REUSE}.get(self.c["schedule"], {})
         return {**self.d.pass_configs, **extra}
 
-    # ---- the CPU ----------------------------------------------------------------------------------------------
 
-    def _plain(self) -> str:
-        p, dtype = self.p, self.p.x.dtype
-        width = "T.min(BN, N - bn * BN)"
-        row, x = [], self.d.load(f"x[{self._z(p.x)}bm * BM + i, k]", dtype)
-        for g in range(self.gemms):
-            at = "bn * BN + j, k" if p.transposed else "k, bn * BN + j"
-            row += [
-                f"for j in T.serial({width}):", f"    a{g}[j] = T.float32(0)",
-                "for k in T.serial(K):", f"    for j in T.serial({width}):",
-                f"        a{g}[j] = a{g}[j] + {x} * {self.d.load(f'w{g}[{self._z(p.weights[g])}{at}]', dtype)}",
-            ]  # fmt: skip
-        row.append(f"for j in T.serial({width}):")
-        for k, o in enumerate(p.outputs):
-            body, value = self._compute(k, [f"a{g}[j]" for g in range(self.gemms)], "bm * BM + i", "bn * BN + j")
-            place = f"{self._z(o)}bm * BM + i, bn * BN + j"
-            row += [*(f"    {b}" for b in body), f"    y{k}[{place}] = {self.d.store(value, o.dtype)}"]
-        allocate = [f'a{g} = T.alloc_local((BN,), "float32")' for g in range(self.gemms)]
-        return schedules.fill(schedules.PLAIN, allocate=allocate, row=row, **self._grid())
+def behind(o) -> str:
+    """Start of the index of an operand that lies behind others in the tensor that is passed."""
+    return f"{o.offset} + " if o.offset else ""
 
 
 def _dense(shape: tuple) -> tuple:

@@ -62,11 +62,13 @@ def _by(*sizes: int | str) -> str:
     return "×".join(map(str, sizes))
 
 
+DECODE = (1, 4, 16, 64)
+"""Rows of a decoding step: one for each sequence of the batch."""
 EPILOGUES = ("bias_gelu_tanh", "bias_gelu_erf", "bias_relu", "silu", "bias_residual")
 
 
 def _gemm(m: int, n: int, k: int, chain: str, shapes: str = "full") -> Case:
-    extra = {"bias_residual": (_w(n), _x(m, n)), "silu": (), "bare": ()}.get(chain, (_w(n),))
+    extra = {"bias_residual": (_w(n), _x(m, n)), "residual": (_x(m, n),), "silu": (), "bare": ()}.get(chain, (_w(n),))
     inputs = (_x(m, k), _weight(n, k), *extra)
     return Case("gemm_epilogue", chain, _by(m, n, k), inputs, shapes)
 
@@ -175,6 +177,11 @@ CASES: tuple[Case, ...] = (
     _gemm(3152, 3072, 768, "bias_gelu_tanh"),
     _gemm(512, 4096, 4096, "silu"),
     _gemm(16, 4096, 4096, "silu"),
+    *(_gemm(m, 4096, 14336, "residual") for m in DECODE),
+    _gemm(1, 4096, 4096, "residual"),
+    _gemm(16, 2048, 8192, "residual"),
+    _gemm(64, 1000, 2048, "bias_relu"),
+    _gemm(512, 1024, 4096, "bias_gelu_tanh"),
     _gemm(16384, 3072, 768, "bias_gelu_erf"),
     _gemm(8192, 50257, 768, "bare"),
     _gated(8192, 3072, 1024),
@@ -183,6 +190,8 @@ CASES: tuple[Case, ...] = (
     _gated(2048, 8192, 2048),
     _gated(4096, 11008, 4096, "geglu"),
     _gated(4096, 11008, 4096, "swiglu_packed"),
+    *(_gated(m, 14336, 4096) for m in DECODE),
+    _gated(1, 8192, 3072, "swiglu_packed"),
     _projections(16384, (768, 768, 768), 768, bias=True),
     _projections(4096, (2048, 512, 512), 2048, bias=False),
     _projections(16, (2048, 512, 512), 2048, bias=False),

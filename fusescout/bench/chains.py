@@ -36,6 +36,10 @@ def bias_residual(x: Tensor, w: Tensor, b: Tensor, residual: Tensor) -> Tensor:
     return F.linear(x, w, b) + residual
 
 
+def residual(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+    return F.linear(x, w) + residual
+
+
 def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from cuda_on_cpu import compile_threads
 from fusescout.templates import gated_mlp
 from fusescout.templates import gemm_epilogue
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -12,8 +13,11 @@ from torch.nn import functional as F
 from fusescout import reference
 from fusescout.capture.encode import encode_graph
 from fusescout.contenders.compile_cpu import compile_cpu
+from fusescout.contenders.compile_cuda import cubin_report
 from fusescout.contenders.tilelang import TileLang
 from fusescout.device import Device
+from fusescout.environment import nvcc_path
+from fusescout.regions import find_regions
 from fusescout.tolerance import Allowance
 
 CPU = Device("cpu", "cpu", "x86_64", 2)
@@ -150,10 +154,47 @@ def test_nan_and_infinity_go_where_eager_lets_them(tmp_path):
     check(gemm_epilogue, lambda x, w, r: F.relu(F.linear(x, w) + r), x, w, r, folder=tmp_path)
 
 
-def test_gated_mlp(tmp_path):
+def chunked(x, w):
+    gate, up = F.linear(x, w).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def sliced(x, w, b):
+    both = F.linear(x, w, b)
+    return both[..., :17] * F.gelu(both[..., 17:])
+
+
+GATED = {
+    "two weights": (lambda x, g, u, b: F.silu(F.linear(x, g, b)) * F.linear(x, u), W, W, B),
+    "packed": (chunked, (34, 24)),
+    "packed, the gate behind, bias": (sliced, (34, 24), (34,)),
+}
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_mlp(name, tmp_path):
+    function, *shapes = GATED[name]
     torch.manual_seed(0)
-    inputs = torch.randn(2, 5, 24), torch.randn(17, 24), torch.randn(17, 24), torch.randn(17)
-    check(gated_mlp, lambda x, g, u, b: F.silu(F.linear(x, g, b)) * F.linear(x, u), *inputs, folder=tmp_path)
+    check(gated_mlp, function, *(torch.randn(s) for s in ((2, 5, 24), *shapes)), folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_gated_mlps_are_found(name):
+    function, *shapes = GATED[name]
+    inputs = [torch.empty(s, device="meta") for s in (X, *shapes)]
+    graph = encode_graph(make_fx(function, pre_dispatch=True)(*inputs), 0)
+    ops = {n.name for n in graph.nodes if n.is_op}
+    assert ops in [set(r.nodes) for r in find_regions(graph) if r.family == "gated_mlp"]
+
+
+def test_a_packed_result_that_is_used_otherwise_is_not_gated():
+    def both(x, w):
+        gate, up = F.linear(x, w).chunk(2, -1)
+        return F.silu(gate) * up, up
+
+    assert "1 matrix products, not 2" in gated_mlp.supports(meta(both, (8, 64), (64, 64)), HOPPER)
+    rows = meta(lambda x, w: torch.mul(*F.linear(x, w).chunk(2, 0)), (8, 64), (64, 64))
+    assert "1 matrix products, not 2" in gated_mlp.supports(rows, HOPPER)
 
 
 REFUSED = {
@@ -162,7 +203,7 @@ REFUSED = {
     "reorders": (lambda x, w: F.linear(x, w).transpose(0, 1).relu(), (2, 8, 64), (32, 64)),
     "regroups its columns": (lambda x, w: F.linear(x, w).view(8, 4, 8).relu(), (8, 64), (32, 64)),
     "not adjacent": (lambda x, w, r: F.linear(x, w) + r.t(), (8, 64), (32, 64), (32, 8)),
-    "16 bytes": (lambda x, w: F.linear(x, w).relu(), (8, 65), (32, 65)),
+    "16 bytes": (lambda x, w: F.linear(x, w).relu(), (16, 65), (32, 65)),
     "pointwise": (lambda x, w: F.linear(x, w).cumsum(-1), (8, 64), (32, 64)),
 }
 
@@ -173,10 +214,12 @@ def test_what_it_does_not_cover_has_a_reason(reason):
     assert reason in gemm_epilogue.supports(meta(function, *shapes), HOPPER)
 
 
-def test_fp32_on_cuda_is_refused_as_tf32():
-    graph = meta(lambda x, w: F.linear(x, w).relu(), (8, 64), (32, 64), dtype=torch.float32)
+def test_fp32_on_cuda_is_refused_as_tf32_but_for_a_few_rows():
+    graph, few = (meta(lambda x, w: F.linear(x, w).relu(), (m, 64), (32, 64), dtype=torch.float32) for m in (16, 8))
     assert "TF32" in gemm_epilogue.supports(graph, HOPPER)
     assert gemm_epilogue.supports(graph, CPU) is None
+    assert gemm_epilogue.supports(few, HOPPER) is None
+    assert {c["schedule"] for c in gemm_epilogue.configs(few, HOPPER)} == {"vector"}
 
 
 def test_configs_are_json_safe_and_start_with_schedules_that_fit_the_shape():
@@ -188,12 +231,26 @@ def test_configs_are_json_safe_and_start_with_schedules_that_fit_the_shape():
     assert all(isinstance(v, int | str) for c in first for v in c.values())
 
 
-def cuda_source(template, graph, schedule, cluster=1):
-    import tilelang
+def test_few_rows_get_schedules_of_their_own_and_not_one_alone():
+    def schedules(m, n, k):
+        graph = meta(lambda x, w: F.silu(F.linear(x, w)), (m, k), (n, k))
+        return [c["schedule"] for c in gemm_epilogue.configs(graph, HOPPER)[:4]]
 
+    assert schedules(1, 4096, 4096)[:2] == ["vector", "vector"] and "split" in schedules(1, 4096, 4096)
+    assert schedules(16, 4096, 4096).count("split") == schedules(64, 1000, 2048).count("split") == 2
+    assert schedules(512, 1024, 4096)[0] == "split"  # 32 tiles for 132 multiprocessors
+    assert "split" not in schedules(512, 4096, 4096) + schedules(3152, 3072, 768)
+
+
+def cuda_source(template, graph, schedule, cluster=1):
     kinds = ((c["schedule"], c.get("cluster", 1), c) for c in template.configs(graph, HOPPER))
     config = next(c for s, k, c in kinds if (s, k) == (schedule, cluster))
-    kernel = template.kernel(graph, config, HOPPER)
+    return lowered(template.kernel(graph, config, HOPPER))
+
+
+def lowered(kernel):
+    import tilelang
+
     target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
     with tilelang.tvm.transform.PassContext(opt_level=3, config=dict(kernel.pass_configs)), target:
         return tilelang.lower(kernel.func, target=target).kernel_source
@@ -234,6 +291,60 @@ def test_hopper_schedules_use_the_copy_engine_and_wgmma(schedule, residual):
         assert len(re.findall(r"turn\[\d\]\.wait", source)) == len(re.findall(r"turn\[\d\]\.arrive", source)) == 2
 
 
+@pytest.mark.parametrize("kind", ["weight [N, K]", "weight [K, N]", "packed gate"])
+def test_shared_steps_end_in_one_place_and_order(kind):
+    """Blocks of a cluster meet when all have left their sums, and again before the first leaves its memory."""
+    function, *shapes = {
+        "weight [N, K]": (lambda x, w, b: F.relu(F.linear(x, w, b)), (13, 4104), (1001, 4104), (1001,)),
+        "weight [K, N]": (lambda x, w, b: F.relu(conv1d(x, w, b)), (13, 4104), (4104, 1000), (1000,)),
+        "packed gate": (chunked, (13, 4104), (2000, 4104)),
+    }[kind]
+    template = gated_mlp if function is chunked else gemm_epilogue
+    graph = meta(function, *shapes)
+    configs = [c for c in template.configs(graph, HOPPER) if c["schedule"] == "split" and c["splits"] > 1]
+    clustered = next(c for c in configs if c["join"] == "cluster")
+    source = lowered(template.kernel(graph, clustered, HOPPER))
+    body = source[source.rindex('extern "C"') :]
+    sums = body.index("a0[", body.index("warpgroup_wait"))
+    assert "wgmma_ss<" in body and "tma_load(" in body and body.count("__syncthreads()") == 1
+    assert sums < body.index("fs_meet()") < body.index("fs_peer(") < body.rindex("fs_peer(") < body.rindex("fs_meet()")
+    peers = re.findall(r"\)\]\)\), (\d)\)", body)
+    assert peers == [str(k) for k in range(clustered["splits"])] * (len(peers) // clustered["splits"])
+    if kind == "weight [N, K]" and nvcc_path():
+        report = cubin_report(template.kernel(graph, next(c for c in configs if c["join"] == "memory"), HOPPER))
+        assert report.spilled_bytes == 0 and "atomic" not in report.source[report.source.index('extern "C"') :]
+
+
+DOTS = {
+    "packed gate, tails": (chunked, (3, 1032), (74, 1032)),
+    "weight [K, N], odd sizes, two results": (
+        lambda x, w, r: (h := torch.mm(x, w), h.relu() + r),
+        (2, 517),
+        (517, 37),
+        (2, 37),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOTS)
+def test_dot_products_run_thread_by_thread_on_the_cpu(name, tmp_path):
+    function, *shapes = DOTS[name]
+    torch.manual_seed(0)
+    graph, inputs = subgraph(function, *(torch.randn(s).bfloat16() for s in shapes))
+    template = gated_mlp if function is chunked else gemm_epilogue
+    assert template.supports(graph, HOPPER) is None
+    config = next(c for c in template.configs(graph, HOPPER) if c["schedule"] == "vector")
+    kernel = template.kernel(graph, config, HOPPER)
+    outputs = [torch.full(o.shape, torch.nan, dtype=getattr(torch, o.dtype)) for o in graph.output_specs]
+    tensors = {"input": inputs, "output": outputs}
+    columns = outputs[0].shape[-1]
+    launch = compile_threads(lowered(kernel), [p.name for p in kernel.params], tmp_path)
+    launch([tensors[p.role][p.index] for p in kernel.params], -(-columns // config["BN"]), config["threads"])
+    eager, truth = reference.build(graph)(inputs), reference.build(graph, "float64")(inputs)
+    for out, e, t in zip(outputs, eager, truth, strict=True):
+        assert not (reason := Allowance(e, t).judge(out).reason), reason
+
+
 def heads(q, k, m):
     """Scores of attention over 12 heads that lie side by side in memory, and a mask."""
     return (q.view(4, 512, 12, 64).transpose(1, 2) @ k.view(4, 512, 12, 64).permute(0, 2, 3, 1)) * 0.125 + m
@@ -252,7 +363,7 @@ def test_a_batch_is_read_and_written_by_the_copy_engine(schedule):
 def test_batches_that_do_not_line_up_are_refused():
     graph = meta(lambda x, w: (x @ w).reshape(4, 6, 8).transpose(0, 1) + 1, (3, 8, 64), (3, 64, 8))
     assert gemm_epilogue.supports(graph, HOPPER)
-    odd = meta(lambda x, w: torch.bmm(x, w).relu(), (3, 5, 68), (3, 68, 24))
+    odd = meta(lambda x, w: torch.bmm(x, w).relu(), (3, 15, 68), (3, 68, 24))
     assert "16 bytes" in gemm_epilogue.supports(odd, HOPPER)
 
 
