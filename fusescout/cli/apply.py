@@ -67,6 +67,7 @@ def apply(
     else:
         terminal.out(verdict.verdict)
         layout = "" if kept.memory_format == "preserved" else ", convolutions channels-last"
+        layout += ", what no input decides computed once" if kept.computed_once else ""
         hold = f"{len(kept.entries)} of {len(loaded.entries)} plan entries hold"
         terminal.out(f"{hold}, {verdict.sites_patched} sites patched{layout}.")
         for name in verdict.dropped:

@@ -91,6 +91,7 @@ KEPT: dict[str, tuple[Forward, int]] = {
     "outputs": (shared_memory, 2),
     "nothing but literals": (lambda m, x: (torch.arange(9.0).cos() + 1).sum(), 1),
     "a slice of it has gaps": (lambda m, x: x[..., :4] + m.positions.weight.exp()[:LENGTH, 2:6], 1),
+    "it is expanded": (lambda m, x: torch.cat((m.first.exp().expand(2, -1, -1), x), 1), 1),
 }
 
 
