@@ -42,12 +42,14 @@ class Split:
         sources: which inputs of the whole sub-graph `prepare` takes, in order.
         steady: from the inputs that are left and the prepared values to the outputs of the whole.
         kept: which inputs of the whole sub-graph `steady` takes, in order, before the prepared values.
+        views: from the one value that `steady` gives to the outputs of the whole, or None where it gives these itself.
     """
 
     prepare: Subgraph
     sources: tuple[int, ...]
     steady: Subgraph
     kept: tuple[int, ...]
+    views: Subgraph | None = None
 
 
 def split(graph: Subgraph) -> Split | None:
@@ -74,6 +76,31 @@ def split(graph: Subgraph) -> Split | None:
     number = {v: k for k, v in enumerate((*kept, *prepared, *rest))}
     ops = tuple(_renamed(graph.ops[v - first], number) for v in rest)
     return Split(made, sources, Subgraph(inputs, ops, tuple(number[o] for o in graph.outputs)), tuple(kept))
+
+
+def views_apart(parts: Split) -> Split:
+    """The same with the results' views parted off, where all results are views of one value.
+
+    An operator must not give results that share memory; in a graph, a compiler sees views for what they are.
+    """
+    graph, first = parts.steady, len(parts.steady.inputs)
+    seen: set[int] = set()
+    roots = set()
+    for value in graph.outputs:
+        while (op := graph.op_of(value)) and op_class(op.target) == "view":
+            seen.add(value)
+            value = op.inputs[0]
+        roots.add(value)
+    rest = [v for v in range(first, first + len(graph.ops)) if v not in seen]
+    if len(graph.outputs) < 2 or len(roots) != 1 or any(i in seen for v in rest for i in graph.ops[v - first].inputs):
+        return parts
+    (root,) = roots
+    number = {v: k for k, v in enumerate((*range(first), *rest))}
+    steady = Subgraph(graph.inputs, tuple(_renamed(graph.ops[v - first], number) for v in rest), (number[root],))
+    number = {v: k for k, v in enumerate((root, *sorted(seen)))}
+    ops = tuple(_renamed(graph.ops[v - first], number) for v in sorted(seen))
+    views = Subgraph((graph.tensor(root),), ops, tuple(number[o] for o in graph.outputs))
+    return replace(parts, steady=steady, views=views)
 
 
 def _cut(graph: Subgraph, results: Sequence[int]) -> tuple[tuple[int, ...], Subgraph]:
@@ -117,18 +144,20 @@ def marks(sources: Sequence[Any]) -> Marks | None:
 class Parts:
     """A contender that prepares: both parts ready to run.
 
-    `prepare` takes the sources, `steady` the kept inputs and then the prepared values.
+    `prepare` takes the sources, `steady` the kept inputs and then the prepared values, `views` what `steady` gives.
     """
 
     split: Split
     prepare: Runner
     steady: Runner
+    views: Runner | None = None
     _known: OrderedDict[Marks, tuple[tuple[Any, ...], tuple[Any, ...]]] = field(default_factory=OrderedDict)
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """The whole sub-graph; prepares only for sources it hasn't seen lately."""
         sources = tuple(inputs[k] for k in self.split.sources)
-        return self.steady([*(inputs[k] for k in self.split.kept), *self._prepared(sources)])
+        made = self.steady([*(inputs[k] for k in self.split.kept), *self._prepared(sources)])
+        return self.views(made) if self.views else made
 
     def _prepared(self, sources: tuple[Any, ...]) -> tuple[Any, ...]:
         key = marks(sources)

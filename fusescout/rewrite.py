@@ -14,8 +14,11 @@ from torch import fx
 from fusescout.constants import Split
 from fusescout.hoisting import MARK
 from fusescout.ir import Graph
+from fusescout.ir import Ref
 from fusescout.ir import Subgraph
+from fusescout.ir import TensorSpec
 from fusescout.plan import Entry
+from fusescout.reference import resolve
 from fusescout.regions import find_regions
 
 
@@ -117,22 +120,41 @@ def _replace(
             call = graph.call_function(operator.steady, (*kept, *_prepared(graph, operator, inputs)))
         else:
             call = graph.call_function(operator, tuple(inputs))
-    values = tuple(by_name[o].meta.get("val") for o in outputs)
-    call.meta = {**by_name[outputs[0]].meta, "val": values[0] if len(outputs) == 1 else values}
+        values = tuple(by_name[o].meta.get("val") for o in outputs)
+        call.meta = {**by_name[outputs[0]].meta, "val": values[0] if len(outputs) == 1 else values}
+        if isinstance(operator, Prepared) and operator.split.views:
+            results = _views(graph, call, operator.split.views)
+        elif len(outputs) > 1:
+            results = [graph.call_function(operator_getitem, (call, k)) for k in range(len(outputs))]
+        else:
+            results = [call]
     stands: dict[str, fx.Node] = {}
-    anchor = call
-    for k, name in enumerate(outputs):
-        value = call
-        if len(outputs) > 1:
-            with graph.inserting_after(anchor):
-                value = anchor = graph.call_function(operator_getitem, (call, k))
-            value.meta = dict(by_name[name].meta)
+    for name, value in zip(outputs, results, strict=True):
+        value.meta = {**by_name[name].meta}
         by_name[name].replace_all_uses_with(value)
         stands[name] = value
     # Uses inside the region were redirected too; the members are going away with them.
     for node in reversed(members):
         graph.erase_node(node)
     return stands
+
+
+def _views(graph: fx.Graph, call: fx.Node, views: Subgraph) -> list[fx.Node]:
+    """The results as views of the one value that `call` gives; to be called where nodes are being inserted."""
+    made, near = [call], call.meta["val"][0]
+
+    def argument(arg: Any) -> Any:
+        return made[int(arg.to)] if isinstance(arg, Ref) else list(arg) if isinstance(arg, tuple) else arg
+
+    def value(spec: TensorSpec) -> Any:
+        return near.new_empty_strided(spec.shape, spec.stride, dtype=getattr(torch, spec.dtype))
+
+    call.meta["val"] = value(views.inputs[0])
+    for k, op in enumerate(views.ops, 1):
+        node = graph.call_function(resolve(op.target), tuple(argument(a) for a in op.args))
+        node.meta["val"] = value(views.tensor(k))
+        made.append(node)
+    return [made[o] for o in views.outputs]
 
 
 def _prepared(graph: fx.Graph, operator: Prepared, inputs: Sequence[fx.Node]) -> list[fx.Node]:

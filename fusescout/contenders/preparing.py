@@ -20,7 +20,8 @@ def prepared(split: Split, steady: Runner, source: str = "", compile_s: float = 
         source: what was generated.
         compile_s: seconds it took to build `steady`.
     """
-    parts = Parts(split, _without_gradients(build(split.prepare)), steady)
+    views = build(split.views) if split.views else None
+    parts = Parts(split, _without_gradients(build(split.prepare)), steady, views)
     return Built(parts.run, compile_s, source, parts)
 
 

@@ -69,6 +69,7 @@ class Framework:
             parts = constants.split(rewritten)
             if parts is None:
                 return Built(build(rewritten), 0.0, source)
+            parts = constants.views_apart(parts)
             return prepared(parts, build(parts.steady), source)
         except ValueError as error:
             raise ContenderFailed(f"{error}.") from error
