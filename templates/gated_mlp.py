@@ -19,11 +19,11 @@ GEMMS = 2
 
 def supports(graph: Subgraph, device: Device) -> str | None:
     """None if the kernel covers all of `graph`, else a sentence why not."""
-    return refusal(graph, device, GEMMS, dots=True)
+    return refusal(graph, device, GEMMS, every=True)
 
 
 def configs(graph: Subgraph, device: Device) -> list:
-    return space(gemm_problem.read(graph, GEMMS), device)
+    return space(gemm_problem.read(graph, GEMMS, turned=True), device)
 
 
 def kernel(graph: Subgraph, config: dict, device: Device) -> Kernel:

@@ -7,8 +7,8 @@ from fusescout.templates.expression import unsupported
 from fusescout.templates.gemm_configs import space
 from fusescout.templates.gemm_plain import Plain
 from fusescout.templates.gemm_problem import Refused
-from fusescout.templates.gemm_small import MOST_ROWS
 from fusescout.templates.gemm_small import copied
+from fusescout.templates.gemm_small import dotted
 from fusescout.templates.gemm_source import Writer
 from fusescout.templates.gemm_split import Split
 from fusescout.templates.gemm_vector import Vector
@@ -29,21 +29,24 @@ WRITERS = {"plain": Plain, "vector": Vector, "split": Split}
 
 def supports(graph: Subgraph, device: Device) -> str | None:
     """None if the kernel covers all of `graph`, else a sentence why not."""
-    return refusal(graph, device, GEMMS, dots=True)
+    return refusal(graph, device, GEMMS, every=True)
 
 
 def configs(graph: Subgraph, device: Device) -> list:
-    return space(gemm_problem.read(graph, GEMMS), device)
+    return space(gemm_problem.read(graph, GEMMS, turned=True), device)
 
 
 def kernel(graph: Subgraph, config: dict, device: Device) -> Kernel:
     return write(graph, config, device, GEMMS, NAME)
 
 
-def refusal(graph: Subgraph, device: Device, gemms: int, dots: bool = False) -> str | None:
-    """Why no schedule covers `graph`, or None. With `dots`, "vector" is one, which takes a few rows of any layout."""
+def refusal(graph: Subgraph, device: Device, gemms: int, every: bool = False) -> str | None:
+    """Why no schedule covers `graph`, or None.
+
+    With `every`, also those that not all templates have: dot products of a few rows, and inputs that are turned.
+    """
     try:
-        problem = gemm_problem.read(graph, gemms)
+        problem = gemm_problem.read(graph, gemms, turned=every)
     except Refused as reason:
         return f"{reason}."
     for value in problem.epilogue:
@@ -62,7 +65,7 @@ def refusal(graph: Subgraph, device: Device, gemms: int, dots: bool = False) -> 
         return None if dtypes <= set(CPU_FLOATS) else f"TileLang's C target has no {dtypes.pop()} here."
     if not dtypes <= set(CPU_FLOATS):
         return f"No GEMM for {dtypes.pop()} here."
-    if copied(problem) or (dots and problem.M <= MOST_ROWS):
+    if copied(problem) or (every and dotted(problem)):
         return None
     if dtypes == {"float32"}:
         return "TileLang's fp32 GEMM is TF32, which is not fp32."
@@ -70,7 +73,7 @@ def refusal(graph: Subgraph, device: Device, gemms: int, dots: bool = False) -> 
 
 
 def write(graph: Subgraph, config: dict, device: Device, gemms: int, name: str) -> Kernel:
-    problem = gemm_problem.read(graph, gemms)
+    problem = gemm_problem.read(graph, gemms, turned=True)
     dialect = dialect_for(device.kind, tuple(o.dtype for o in problem.outputs))
     writer = WRITERS.get(config["schedule"], Writer)(problem, config, dialect)
     source = writer.source(name)

@@ -11,7 +11,8 @@ class Plain(Writer):
     def _plain(self) -> str:
         p, dtype = self.p, self.p.x.dtype
         width = "T.min(BN, N - bn * BN)"
-        row, x = [], self.d.load(f"x[{self._z(p.x)}bm * BM + i, k]", dtype)
+        at = "k, bm * BM + i" if p.x.turned else "bm * BM + i, k"
+        row, x = [], self.d.load(f"x[{self._z(p.x)}{at}]", dtype)
         for g, w in enumerate(p.weights):
             at = f"{behind(w)}bn * BN + j, k" if p.transposed else "k, bn * BN + j"
             row += [

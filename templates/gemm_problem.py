@@ -33,6 +33,7 @@ class Matrix:
 
     `batch` has the elements from matrix to matrix in each batch dimension, 0 where all share one. While a problem is
     being read it has (size, stride) pairs instead. `offset` rows lie before it in the tensor that is passed.
+    Where it is `turned` the rows are adjacent, and `pitch` is from column to column.
     """
 
     input: int
@@ -43,6 +44,7 @@ class Matrix:
     aligned: bool
     batch: tuple = ()
     offset: int = 0
+    turned: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,17 @@ class Problem:
         return self.anchors[0]
 
 
-def read(graph: Subgraph, gemms: int = 1) -> Problem:
-    """The problem a sub-graph states; raises `Refused` with the reason if it isn't `gemms` GEMMs with an epilogue."""
+def read(graph: Subgraph, gemms: int = 1, turned: bool = False) -> Problem:
+    """The problem a sub-graph states; raises `Refused` with the reason if it isn't `gemms` GEMMs with an epilogue.
+
+    The input may be `turned` where the caller can read it so.
+    """
     packed = unpacked(graph) if gemms == 2 else None
+    problem = _read(packed.graph if packed else graph, gemms)
+    if problem.x.turned and not turned:
+        raise Refused("the rows of the GEMM's input are not contiguous in memory")
     if packed is None:
-        return _read(graph, gemms)
-    problem = _read(packed.graph, gemms)
+        return problem
     if not problem.transposed:
         raise Refused("the halves of its weight lie side by side")
 
@@ -202,6 +209,7 @@ def _gemm(graph: Subgraph, anchor: int):
     x = _matrix(graph, left) if len(graph.tensor(right).shape) == 2 else None
     batch = () if x else graph.tensor(anchor).shape[:-2]
     x = x or _matrix(graph, left, None, batch)
+    x = x or _turned(graph, left, batch)
     if x is None:
         raise Refused("the rows of the GEMM's input are not contiguous in memory")
     spec = graph.tensor(right)
@@ -220,6 +228,13 @@ def _flipped(spec: TensorSpec) -> TensorSpec:
         return (*dims[:-2], dims[-1], dims[-2])
 
     return replace(spec, shape=flip(spec.shape), stride=flip(spec.stride))
+
+
+def _turned(graph: Subgraph, value: int, batch: tuple) -> Matrix | None:
+    """A value whose columns are contiguous in memory instead of its rows."""
+    spec = graph.tensor(value)
+    found = _matrix(graph, value, _flipped(spec), batch) if batch or len(spec.shape) == 2 else None
+    return found and replace(found, rows=found.columns, columns=found.rows, turned=True)
 
 
 def _matrix(graph: Subgraph, value: int, spec: TensorSpec | None = None, batch: tuple = ()) -> Matrix | None:

@@ -27,13 +27,11 @@ AUTO = """
 @T.prim_func
 def @@signature:
     with T.Kernel(T.ceildiv(N, BN), T.ceildiv(M, BM)@@extent, threads=THREADS, prelude=PRELUDE) as (bn, bm@@index):
-        x_s = T.alloc_shared((BM, BK), DTYPE)
         @@allocate
         @@hints
         row, col = bm * BM, bn * BN
         @@clear
         for k in @@loop:
-            T.copy(x[@@xrow, k * BK], x_s)
             @@load
             @@mma
         @@preload
@@ -44,7 +42,6 @@ ROLES = """
 @T.prim_func
 def @@signature:
     with T.Kernel(GRID, threads=THREADS, prelude=PRELUDE) as block:
-        x_s = T.alloc_shared((BM, BK), DTYPE)
         @@allocate
         @@hints
         for t in T.serial(T.ceildiv(TILES - block, GRID)):
@@ -52,7 +49,6 @@ def @@signature:
             row, col = bm * BM, bn * BN
             @@clear
             for k in @@loop:
-                T.copy(x[@@xrow, k * BK], x_s)
                 @@load
                 @@mma
             @@preload
@@ -64,7 +60,6 @@ MANUAL = """
 def @@signature:
     with T.Kernel(GRID, threads=384, prelude=PRELUDE@@launch) as block:
         tx = T.get_thread_binding()
-        x_s = T.alloc_shared((STAGES, BM, BK), DTYPE)
         @@allocate
         full = T.alloc_barrier([1] * STAGES)
         empty = @@empty

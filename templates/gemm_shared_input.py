@@ -39,7 +39,7 @@ def supports(graph: Subgraph, device: Device) -> str | None:
         return shared
     if device.kind == "cuda" and any(n * 2 % BULK_BYTES for n in shared.columns):
         return "A result's rows don't start at multiples of 16 bytes, so the copy engine can't write it."
-    return refusal(_product(_steady(graph, shared, 1)), device, 1, dots=True)
+    return refusal(_product(_steady(graph, shared, 1)), device, 1, every=True)
 
 
 def configs(graph: Subgraph, device: Device) -> list:
@@ -64,7 +64,7 @@ def kernel(graph: Subgraph, config: dict, device: Device) -> Kernel:
     product = _product(graph)
     columns = [(op.args[2], op.args[3]) for op in graph.ops if op.name == "slice"]
     dialect = dialect_for(device.kind, (product.output_specs[0].dtype,))
-    writer = _writer(config)(gemm_problem.read(product), config, dialect)
+    writer = _writer(config)(gemm_problem.read(product, turned=True), config, dialect)
     writer.ranges = tuple(columns)
     source = writer.source(NAME)
     return Kernel(build(source, NAME), writer.params(), source, writer.pass_configs())
@@ -82,7 +82,7 @@ def _steady(graph: Subgraph, shared: Shared, tile: int) -> Subgraph:
 
 
 def _problem(graph: Subgraph, shared: Shared, tile: int) -> gemm_problem.Problem:
-    return gemm_problem.read(_product(_steady(graph, shared, tile)))
+    return gemm_problem.read(_product(_steady(graph, shared, tile)), turned=True)
 
 
 def _product(steady: Subgraph) -> Subgraph:

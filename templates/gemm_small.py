@@ -53,9 +53,14 @@ def copied(p: Problem) -> bool:
     )
 
 
+def dotted(p: Problem) -> bool:
+    """Whether dot products on CUDA cores can do it: a few rows, and adjacent elements along them."""
+    return p.M <= MOST_ROWS and not p.x.turned
+
+
 def vectors(p: Problem) -> list:
     """Configs of dot products on CUDA cores, for up to `MOST_ROWS` rows."""
-    if p.M > MOST_ROWS:
+    if not dotted(p):
         return []
     (along, beside), most = vector(p), VECTOR_BYTES // SIZES[p.x.dtype]
     found: list = []

@@ -41,7 +41,7 @@ class Writer:
             strides = tuple(s for s in o.batch if s)
             return Param(name, role, index, (*sizes, *shape), (*strides, *stride), o.dtype)
 
-        found = [param("x", "input", p.x.input, p.x, (p.M, p.K), (p.x.pitch, 1))]
+        found = [param("x", "input", p.x.input, p.x, (p.K, p.M) if p.x.turned else (p.M, p.K), (p.x.pitch, 1))]
         for g, w in enumerate(p.weights):
             found.append(param(f"w{g}", "input", w.input, w, (w.offset + w.rows, w.columns), (w.pitch, 1)))
         for k, o in enumerate(p.operands):
@@ -175,24 +175,32 @@ class Writer:
 
     # ---- the main loop ----------------------------------------------------------------------------------------
 
-    def _weights(self, stages: str = "") -> list:
-        shape = "BN, BK" if self.p.transposed else "BK, BN"
-        return [f"w{g}_s = T.alloc_shared(({stages}{shape}), DTYPE)" for g in range(self.gemms)]
+    def _tiles(self, stages: str = "") -> list:
+        x = "BK, BM" if self.p.x.turned else "BM, BK"
+        w = "BN, BK" if self.p.transposed else "BK, BN"
+        tiles = [("x", x), *((f"w{g}", w) for g in range(self.gemms))]
+        return [f"{name}_s = T.alloc_shared(({stages}{shape}), DTYPE)" for name, shape in tiles]
 
-    def _load(self) -> list:
-        at = "{}col, k * BK" if self.p.transposed else "k * BK, col"
-        return [f"T.copy(w{g}[{self._z(w)}{at.format(behind(w))}], w{g}_s)" for g, w in enumerate(self.p.weights)]
+    def _load(self, step: str = "k") -> list:
+        x, k = self.p.x, f"{step} * BK"
+        at = f"{{}}col, {k}" if self.p.transposed else f"{k}, col"
+        return [f"T.copy(x[{self._z(x)}{f'{k}, row' if x.turned else f'row, {k}'}], x_s)"] + [
+            f"T.copy(w{g}[{self._z(w)}{at.format(behind(w))}], w{g}_s)" for g, w in enumerate(self.p.weights)
+        ]
+
+    def _turns(self) -> str:
+        """How the operands lie in their tiles."""
+        return f"{'transpose_A=True, ' if self.p.x.turned else ''}transpose_B={self.p.transposed}"
 
     def _mma(self) -> list:
-        return [
-            f"T.gemm(x_s, w{g}_s, a{g}, transpose_B={self.p.transposed}, policy=T.GemmWarpPolicy.{self.c['policy']})"
-            for g in range(self.gemms)
-        ]
+        policy = f"policy=T.GemmWarpPolicy.{self.c['policy']}"
+        return [f"T.gemm(x_s, w{g}_s, a{g}, {self._turns()}, {policy})" for g in range(self.gemms)]
 
     def _load_async(self) -> list:
         rows, steps = "{0}col : {0}col + BN", "k * BK : (k + 1) * BK"
         z = self._z(self.p.x)
-        x = f"T.tma_copy(x[{z}row : row + BM, {steps}], x_s[it % STAGES, :, :], barrier=full[it % STAGES])"
+        part = f"{steps}, row : row + BM" if self.p.x.turned else f"row : row + BM, {steps}"
+        x = f"T.tma_copy(x[{z}{part}], x_s[it % STAGES, :, :], barrier=full[it % STAGES])"
         at = f"{rows}, {steps}" if self.p.transposed else f"{steps}, {rows}"
         last = self.gemms - 1
         return [x] + [
@@ -206,7 +214,7 @@ class Writer:
         policy = "" if suffix else f"policy=T.GemmWarpPolicy.{self.c['policy']}, "
         return [
             f"T.wgmma_gemm(x_s[it % STAGES, :, :], w{g}_s[it % STAGES, :, :], a{g}{suffix}, "
-            f"transpose_B={self.p.transposed}, {policy}clear_accum=(k == 0))"
+            f"{self._turns()}, {policy}clear_accum=(k == 0))"
             for g in range(self.gemms)
         ]
 
@@ -294,16 +302,16 @@ class Writer:
     def _auto(self) -> str:
         swizzle = [f"T.use_swizzle({self.c['swizzle']})"] if self.c.get("swizzle") else []
         return schedules.fill(
-            schedules.AUTO, **self._grid(), xrow=f"{self._z(self.p.x)}row",
-            allocate=self._weights() + self._fragments(), hints=swizzle + self._hints(), loop=self._loop(),
+            schedules.AUTO, **self._grid(),
+            allocate=self._tiles() + self._fragments(), hints=swizzle + self._hints(), loop=self._loop(),
             clear=[f"T.clear(a{g})" for g in range(self.gemms)], load=self._load(), mma=self._mma(),
             preload=self._preload(), epilogue=self._epilogue(),
         )  # fmt: skip
 
     def _roles(self) -> str:
         return schedules.RASTER + schedules.fill(
-            schedules.ROLES, xrow=f"{self._z(self.p.x)}row", where=self._where(),
-            allocate=self._weights() + self._fragments(), hints=self._hints(), loop=self._loop(),
+            schedules.ROLES, where=self._where(),
+            allocate=self._tiles() + self._fragments(), hints=self._hints(), loop=self._loop(),
             clear=[f"T.clear(a{g})" for g in range(self.gemms)], load=self._load(), mma=self._mma(),
             preload=self._preload(), epilogue=self._epilogue(),
         )  # fmt: skip
@@ -323,7 +331,7 @@ class Writer:
         head = f"from tilelang.layout import make_swizzled_layout\n\nRELEASES = {releases}  # one per consumer warp\n"
         return head + schedules.RASTER + schedules.fill(
             schedules.MANUAL,
-            allocate=self._weights("STAGES, ") + fragments, barriers=barriers, load=self._load_async(),
+            allocate=self._tiles("STAGES, ") + fragments, barriers=barriers, load=self._load_async(),
             prefetch=self._prefetch(suffixes), consumers=consumers, where=self._where(),
             launch=", cluster_dims=2" if pair else "", leave=["T.cluster_sync()"] if pair else [],
             empty=f"T.alloc_{'cluster_' if pair else ''}barrier([RELEASES] * STAGES)",

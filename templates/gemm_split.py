@@ -8,7 +8,6 @@ through a float32 workspace, and a second launch finishes them.
 
 from fusescout.templates import gemm_schedules as schedules
 from fusescout.templates.gemm_direct import Direct
-from fusescout.templates.gemm_source import behind
 
 from fusescout.template import Param
 
@@ -48,7 +47,6 @@ MAIN = """
         row, col = zm % ROWS * BM, bn * BN
         @@clear
         for k in T.Pipelined(STEPS, num_stages=STAGES):
-            T.copy(x[@@xrow, (part * STEPS + k) * BK], x_s)
             @@load
             @@mma
         @@join
@@ -111,9 +109,9 @@ class Split(Direct):
         clustered = c["splits"] > 1 and not self.through_memory
         main = schedules.fill(
             MAIN,
-            launch=", cluster_dims=(SPLITS, 1, 1)" if clustered else "", allocate=self._tiles(),
+            launch=", cluster_dims=(SPLITS, 1, 1)" if clustered else "", allocate=self._buffers(),
             matrix=["z = zm // ROWS"] if p.batch else [], clear=[f"T.clear(a{g})" for g in range(self.gemms)],
-            xrow=f"{self._z(p.x)}row", load=self._load(), mma=self._mma(), join=self._join(clustered),
+            load=self._load("(part * STEPS + k)"), mma=self._mma(), join=self._join(clustered),
         )  # fmt: skip
         finish = ""
         if self.through_memory:
@@ -130,25 +128,17 @@ class Split(Direct):
     def _sums(self, text: str) -> list:
         return [" + ".join(text.format(g=g, s=s) for s in range(self.c["splits"])) for g in range(self.gemms)]
 
-    def _tiles(self) -> list:
-        lines = ["x_s = T.alloc_shared((BM, BK), DTYPE)", *self._weights()]
+    def _buffers(self) -> list:
+        lines = self._tiles()
         for g in range(self.gemms):
             lines.append(f'a{g} = T.alloc_fragment((BN, BM), "float32")')
             if not self.through_memory:
                 lines.append(f's{g} = T.alloc_shared((BM, BN + {PAD}), "float32")')
         return lines
 
-    def _load(self) -> list:
-        steps = "(part * STEPS + k) * BK"
-        at = f"{{}}col, {steps}" if self.p.transposed else f"{steps}, col"
-        return [f"T.copy(w{g}[{self._z(w)}{at.format(behind(w))}], w{g}_s)" for g, w in enumerate(self.p.weights)]
-
     def _mma(self) -> list:
-        flip = "" if self.p.transposed else "transpose_A=True, "
-        return [
-            f"T.gemm(w{g}_s, x_s, a{g}, {flip}transpose_B=True, policy=T.GemmWarpPolicy.FullRow)"
-            for g in range(self.gemms)
-        ]
+        flip = f"{'' if self.p.transposed else 'transpose_A=True, '}transpose_B={not self.p.x.turned}"
+        return [f"T.gemm(w{g}_s, x_s, a{g}, {flip}, policy=T.GemmWarpPolicy.FullRow)" for g in range(self.gemms)]
 
     def _join(self, clustered: bool) -> list:
         if self.through_memory:

@@ -84,6 +84,8 @@ CHAINS = {
     "alpha and beta": (lambda x, w, b: torch.addmm(b, x, w, beta=0.5, alpha=2.0).relu(), (7, 24), WT, B),
     "matrix bias of a square result": (lambda x, w, b: torch.addmm(b, x, w).relu(), (17, 24), WT, (17, 17)),
     "column bias of a square result": (lambda x, w, b: torch.addmm(b, x, w).relu(), (17, 24), WT, (17, 1)),
+    "transposed input": (lambda x, w, r: torch.mm(x.t(), w).relu() + r, (24, 7), WT, (7, 17)),
+    "batched, transposed input": (lambda x, w: torch.bmm(x.transpose(1, 2), w).tanh(), (3, 24, 5), (3, 24, 17)),
     "transposed weight": (lambda x, w: torch.mm(x, w.t()).sigmoid(), (7, 24), W),
     "matmul and a computed vector": (lambda x, w, g, b: torch.matmul(x, w) * (1 + g) + b, X, WT, B, B),
     "residual of another shape": (lambda x, w, b, r: F.linear(x, w, b) + r.view(2, 5, 17), X, W, B, (10, 17)),
@@ -199,7 +201,7 @@ def test_a_packed_result_that_is_used_otherwise_is_not_gated():
 
 REFUSED = {
     "2 matrix products": (lambda x, w, v: F.linear(x, w) * F.linear(x, v), (8, 64), (32, 64), (32, 64)),
-    "not contiguous": (lambda x, w: torch.mm(x.t(), w).relu(), (64, 8), (64, 32)),
+    "not contiguous": (lambda x, w: torch.matmul(x.permute(2, 0, 1), w).relu(), (8, 64, 3), (64, 32)),
     "reorders": (lambda x, w: F.linear(x, w).transpose(0, 1).relu(), (2, 8, 64), (32, 64)),
     "regroups its columns": (lambda x, w: F.linear(x, w).view(8, 4, 8).relu(), (8, 64), (32, 64)),
     "not adjacent": (lambda x, w, r: F.linear(x, w) + r.t(), (8, 64), (32, 64), (32, 8)),
@@ -343,6 +345,17 @@ def test_dot_products_run_thread_by_thread_on_the_cpu(name, tmp_path):
     eager, truth = reference.build(graph)(inputs), reference.build(graph, "float64")(inputs)
     for out, e, t in zip(outputs, eager, truth, strict=True):
         assert not (reason := Allowance(e, t).judge(out).reason), reason
+
+
+@pytest.mark.parametrize("schedule", ["coop", "split"])
+def test_an_input_whose_columns_are_contiguous_is_multiplied_as_it_lies(schedule):
+    """As the weight's gradient has both of its operands."""
+    sizes = ((776, 8200), (776, 1536)) if schedule == "coop" else ((4104, 24), (4104, 1000))
+    graph = meta(lambda x, w: torch.mm(x.t(), w) * 0.5, *sizes)
+    assert gemm_epilogue.supports(graph, HOPPER) is None
+    source = cuda_source(gemm_epilogue, graph, schedule)
+    assert re.search(r"wgmma_ss<.*, true, true, 1, 1>" if schedule == "coop" else r"wgmma_ss<", source)
+    assert "tma_load(" in source and "__syncthreads()" in source
 
 
 def heads(q, k, m):

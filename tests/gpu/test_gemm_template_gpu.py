@@ -42,6 +42,10 @@ def gated(x, g, u):
     return F.silu(F.linear(x, g)) * F.linear(x, u)
 
 
+def turned(x, w, r):
+    return torch.mm(x.t(), w).relu() + r
+
+
 def packed(x, w, b):
     gate, up = F.linear(x, w, b).chunk(2, -1)
     return F.silu(gate) * up
@@ -93,6 +97,8 @@ CASES = {
     "13 rows, Conv1D": (lambda x, w, b: F.gelu(conv1d(x, w, b)), (13, 4104), (4104, 1000), (1000,)),
     "60 rows, two results, odd columns": (two_of_few, (60, 2056), (1001, 2056), (1001,), (60, 1001)),
     "classifier head": (lambda x, w, b: F.relu(F.linear(x, w, b)), (64, 2048), (1000, 2048), (1000,)),
+    "transposed input": (turned, (776, 2104), (776, 1544), (2104, 1544)),
+    "transposed input, 24 rows": (turned, (2056, 24), (2056, 1000), (24, 1000)),
     "few tiles, residual": (residual, (500, 4096), (1000, 4096), (1000,), (500, 1000)),
 }
 
