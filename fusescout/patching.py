@@ -136,8 +136,7 @@ class Backend:
         changed: bool,
     ) -> Callable[..., Any]:
         """The graph with all it has of the plan replaced; `changed` says that it differs from Dynamo's already."""
-        entries = [e for e in (*self.plan.entries, *self.new_shapes.entries) if self._ready(e)]
-        done = rewrite(aten, graph, entries, lambda e, _: self._operators[e.id])
+        done = rewrite(aten, graph, (*self.plan.entries, *self.new_shapes.entries), lambda e, _: self._operator(e))
         for replacement in done:
             self.counters.replaced[replacement.entry] = self.counters.replaced.get(replacement.entry, 0) + 1
         if not done and not changed:
@@ -193,28 +192,28 @@ class Backend:
     def _contender(self, name: str) -> Contender:
         return contender_named(name, self.plan.templates, cache_dir=self.cache_dir)
 
-    def _ready(self, entry: Entry) -> bool:
-        """Build the entry's kernel once; a failure is counted and the chain stays with the framework."""
+    def _operator(self, entry: Entry) -> Any:
+        """The entry's kernel, built once as an operator or a `Prepared`; None, counted, where that fails."""
         if entry.id in self._operators:
-            return self._operators[entry.id] is not None
+            return self._operators[entry.id]
         subgraph = Subgraph.from_json(entry.subgraph)
         try:
             built = self._contender(entry.contender).build(subgraph, entry.variant, self.device)
         except ContenderFailed as error:
             self.counters.fallbacks[entry.id] = str(error)
             self._operators[entry.id] = None
-            return False
+            return None
         name, kind = operator_name(entry), self.plan.device_kind
         if built.parts is None:
-            self._operators[entry.id] = define(name, subgraph, built.run, kind, built.call)
+            made = define(name, subgraph, built.run, kind, built.call)
         else:
             split = built.parts.split
-            self._operators[entry.id] = Prepared(
+            made = Prepared(
                 split,
                 define(f"{name}_prepare", split.prepare, built.parts.prepare, kind),
                 define(f"{name}_steady", split.steady, built.parts.steady, kind),
             )
-        return True
+        return self._operators.setdefault(entry.id, made)
 
 
 def operator_name(entry: Entry) -> str:

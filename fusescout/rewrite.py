@@ -51,7 +51,8 @@ def rewrite(
         module: the ATen graph module that `graph` was encoded from (same node names).
         graph: its plain-data form.
         entries: plan entries, most important first.
-        operator: gives the callable that computes an entry's sub-graph, or a `Prepared`.
+        operator: gives the callable that computes an entry's sub-graph, or a `Prepared`; None if it can't be had. It
+            is asked only for entries that are in the graph.
     """
     cut = [(region, *graph.subgraph(region.nodes)) for region in find_regions(graph)]
     current = {n.name: n for n in module.graph.nodes}
@@ -71,10 +72,11 @@ def rewrite(
             late = _late(members)
             if late is None:
                 continue  # an earlier replacement closed a loop through this region
+            made = operator(entry, subgraph)
+            if made is None:
+                break
             outputs = graph.escapes(region.nodes)
-            current |= _replace(
-                module.graph, members, late, [current[i] for i in inputs], outputs, operator(entry, subgraph)
-            )
+            current |= _replace(module.graph, members, late, [current[i] for i in inputs], outputs, made)
             place = {n: k for k, n in enumerate(module.graph.nodes)}
             used |= set(region.nodes)
             done.append(Replacement(entry.id, region.nodes))
