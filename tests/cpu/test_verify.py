@@ -176,6 +176,16 @@ def test_eager_passes_its_own_rule_where_other_inputs_were_kinder(elements: int)
     assert allowance.judge(truth.float() + 6e-5).reason != ""
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_number_nearest_to_the_truth_passes_whatever_eager_gives(dtype: torch.dtype) -> None:
+    """Also just above a power of two, where a rounding is largest, and where eager overflows."""
+    for value in (1 + torch.finfo(dtype).eps / 2.001, 1.7, 1.99):
+        truth = torch.tensor(value, dtype=torch.float64)
+        for eager in (truth.to(dtype), torch.tensor(float("inf"), dtype=dtype)):
+            assert Allowance(eager, truth).judge(truth.to(dtype)).reason == ""
+            assert Allowance(eager, truth).judge(truth.to(dtype) * (1 + 4 * torch.finfo(dtype).eps)).reason != ""
+
+
 def test_a_scalar_that_errs_as_eager_does_is_hardly_ever_refused() -> None:
     """Nine errors of one kind: eight are eager's on as many inputs, one the contender's. One far larger always is."""
     truth = torch.full((1,), 10.0, dtype=torch.float64)
