@@ -164,6 +164,15 @@ def _conv(chain: str, batch: int, cin: int, cout: int, side: int, kernel: int = 
     return Case("conv", chain, title, (image, weight, *statistics, *residual), shapes)
 
 
+def _biased(chain: str, batch: int, cin: int, cout: int, side: int, last: bool = False, shapes: str = "full") -> Case:
+    """A 3x3 convolution with bias, and what follows."""
+    order = CHANNELS_LAST if last else ()
+    weight = Tensor((cout, cin, 3, 3), (9 * cin) ** -0.5, order=order, weight=True)
+    affine = (_w(cout), _w(cout)) if "norm" in chain else ()
+    title = f"{_by(batch, cin, side, side)}→{cout} k3" + (" channels-last" if last else "")
+    return Case("conv", chain, title, (_x(batch, cin, side, side, order=order), weight, _w(cout), *affine), shapes)
+
+
 def _reduction(chain: str, *shape: int, last: bool = False, shapes: str = "full") -> Case:
     order = CHANNELS_LAST if last else ()
     title = _by(*shape) + (" channels-last" if last else "")
@@ -223,6 +232,11 @@ CASES: tuple[Case, ...] = (
     _group_norm("instance_norm_relu", 16, 256, 64),
     _conv("conv_bn_relu", 64, 64, 64, 56),
     _conv("conv_bn_add_relu", 64, 64, 256, 56, kernel=1),
+    _biased("conv_bias_gelu", 64, 64, 64, 56),
+    _biased("conv_bias_gelu", 64, 64, 64, 56, last=True),
+    _biased("conv_bias_group_norm_silu", 16, 320, 320, 64),
+    _reduction("relu_max_pool", 64, 64, 112, 112),
+    _reduction("relu_max_pool", 64, 64, 112, 112, last=True),
     _reduction("gelu_mean_pool", 64, 768, 56, 56),
     _reduction("gelu_mean_pool", 64, 768, 56, 56, last=True),
     *(

@@ -160,5 +160,18 @@ def conv_bn_add_relu(
     return F.relu(F.batch_norm(y, mean, var, scale, shift) + residual)
 
 
+def conv_bias_gelu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(F.conv2d(x, w, b, padding=w.shape[-1] // 2))
+
+
+def conv_bias_group_norm_silu(x: Tensor, w: Tensor, b: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    return F.silu(F.group_norm(F.conv2d(x, w, b, padding=w.shape[-1] // 2), GROUPS, scale, shift))
+
+
+def relu_max_pool(x: Tensor) -> Tensor:
+    """A residual network's stem behind its convolution."""
+    return F.max_pool2d(F.relu(x), 3, 2, 1)
+
+
 def gelu_mean_pool(x: Tensor) -> Tensor:
     return F.gelu(x).mean((2, 3))
