@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loss_cases import HEADS
 from row_cases import PIECES
 from row_cases import ROWS
 from row_cases import WIDE
@@ -31,8 +32,10 @@ from fusescout.verify import Verifier
 
 CPU = Device("cpu", "cpu", "x86_64", 2)
 TEMPLATES = load().templates
-SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES + WINDOWED + SHARED
-HALVES = ("bias_gelu", "qkv_grouped", "add_rms_norm", "row_scale", "group_norm", "cross_entropy", "rotary")
+SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES + WINDOWED + SHARED + HEADS
+HALVES = (
+    "bias_gelu", "qkv_grouped", "add_rms_norm", "row_scale", "group_norm", "cross_entropy", "rotary", "causal_loss",
+)  # fmt: skip
 
 
 def conform(case, folder, optimise, dtype=None):
