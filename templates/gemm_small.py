@@ -67,7 +67,8 @@ def vectors(p: Problem) -> list:
     if p.transposed:
         shapes = [(lanes, columns, ahead, threads) for lanes, columns, ahead, threads in DOTS]
     else:
-        shapes = [(threads // across, beside, 1, threads) for across, threads in DOTS_ACROSS]
+        wider = most // beside  # narrow loads: more threads side by side
+        shapes = [(threads // min(n * wider, 32), beside, 1, threads) for n, threads in DOTS_ACROSS]
     for lanes, columns, ahead, threads in shapes:
         if lanes // 2 * along >= p.K and lanes > 32:
             continue  # half of the threads have nothing to do

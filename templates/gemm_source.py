@@ -21,6 +21,9 @@ NO_REUSE = {"tl.disable_shared_memory_reuse": True}
 class Writer:
     """One kernel being written. `p` is the problem, `c` the config; block names are those of the schedule texts."""
 
+    matrix = "z"
+    """Text of the number of the matrix in the batch."""
+
     def __init__(self, problem: Problem, config: dict, dialect: Dialect) -> None:
         self.p, self.c, self.d = problem, config, dialect
         self.gemms, self.cluster = len(problem.weights), config.get("cluster", 1)
@@ -52,7 +55,7 @@ class Writer:
 
     def _z(self, o) -> str:
         """Start of an index into an operand: its matrix of the batch, where it has several."""
-        places = zip(indices(self.p.batch, "z"), o.batch, strict=True)
+        places = zip(indices(self.p.batch, self.matrix), o.batch, strict=True)
         return "".join(f"{text}, " for text, stride in places if stride)
 
     def _signature(self, name: str) -> str:

@@ -43,7 +43,6 @@ MAIN = """
     with T.Kernel(SPLITS, COLUMNS, ROWS * MATRICES, threads=THREADS, prelude=PRELUDE@@launch) as (part, bn, zm):
         @@allocate
         T.no_set_max_nreg()  # few sums: the registers are better spent on a second block
-        @@matrix
         row, col = zm % ROWS * BM, bn * BN
         @@clear
         for k in T.Pipelined(STEPS, num_stages=STAGES):
@@ -107,14 +106,16 @@ class Split(Direct):
             f"ROWS, COLUMNS = {-(-p.M // c['BM'])}, {-(-p.N // c['BN'])}",
         ]
         clustered = c["splits"] > 1 and not self.through_memory
+        self.matrix = "zm // ROWS"
         main = schedules.fill(
             MAIN,
             launch=", cluster_dims=(SPLITS, 1, 1)" if clustered else "", allocate=self._buffers(),
-            matrix=["z = zm // ROWS"] if p.batch else [], clear=[f"T.clear(a{g})" for g in range(self.gemms)],
+            clear=[f"T.clear(a{g})" for g in range(self.gemms)],
             load=self._load("(part * STEPS + k)"), mma=self._mma(), join=self._join(clustered),
         )  # fmt: skip
         finish = ""
         if self.through_memory:
+            self.matrix = "z"
             sums = self._sums("p{g}[{s}, z, m, n]")
             finish = "\n" + schedules.fill(FROM_WORKSPACE, results=self._results(sums, "m", "n"))
         extra = CLUSTER if clustered else ""
@@ -142,8 +143,7 @@ class Split(Direct):
 
     def _join(self, clustered: bool) -> list:
         if self.through_memory:
-            z = "z" if self.p.batch else "0"
-            keep = [f"p{g}[part, {z}, row + i, col + j] = a{g}[j, i]" for g in range(self.gemms)]
+            keep = [f"p{g}[part, zm // ROWS, row + i, col + j] = a{g}[j, i]" for g in range(self.gemms)]
             return schedules.fill(TO_WORKSPACE, keep=keep).splitlines()
         place = "part * (BM // SPLITS) + i, j"
         sums = self._sums(f"peer(s{{g}}[{place}], {{s}})" if clustered else f"s{{g}}[{place}]")

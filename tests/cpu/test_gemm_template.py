@@ -293,19 +293,17 @@ def test_hopper_schedules_use_the_copy_engine_and_wgmma(schedule, residual):
         assert len(re.findall(r"turn\[\d\]\.wait", source)) == len(re.findall(r"turn\[\d\]\.arrive", source)) == 2
 
 
-@pytest.mark.parametrize("kind", ["weight [N, K]", "weight [K, N]", "packed gate"])
+@pytest.mark.parametrize("kind", ["weight [N, K]", "weight [K, N]"])
 def test_shared_steps_end_in_one_place_and_order(kind):
     """Blocks of a cluster meet when all have left their sums, and again before the first leaves its memory."""
     function, *shapes = {
         "weight [N, K]": (lambda x, w, b: F.relu(F.linear(x, w, b)), (13, 4104), (1001, 4104), (1001,)),
         "weight [K, N]": (lambda x, w, b: F.relu(conv1d(x, w, b)), (13, 4104), (4104, 1000), (1000,)),
-        "packed gate": (chunked, (13, 4104), (2000, 4104)),
     }[kind]
-    template = gated_mlp if function is chunked else gemm_epilogue
     graph = meta(function, *shapes)
-    configs = [c for c in template.configs(graph, HOPPER) if c["schedule"] == "split" and c["splits"] > 1]
+    configs = [c for c in gemm_epilogue.configs(graph, HOPPER) if c["schedule"] == "split" and c["splits"] > 1]
     clustered = next(c for c in configs if c["join"] == "cluster")
-    source = lowered(template.kernel(graph, clustered, HOPPER))
+    source = lowered(gemm_epilogue.kernel(graph, clustered, HOPPER))
     body = source[source.rindex('extern "C"') :]
     sums = body.index("a0[", body.index("warpgroup_wait"))
     assert "wgmma_ss<" in body and "tma_load(" in body and body.count("__syncthreads()") == 1
@@ -313,7 +311,7 @@ def test_shared_steps_end_in_one_place_and_order(kind):
     peers = re.findall(r"\)\]\)\), (\d)\)", body)
     assert peers == [str(k) for k in range(clustered["splits"])] * (len(peers) // clustered["splits"])
     if kind == "weight [N, K]" and nvcc_path():
-        report = cubin_report(template.kernel(graph, next(c for c in configs if c["join"] == "memory"), HOPPER))
+        report = cubin_report(gemm_epilogue.kernel(graph, next(c for c in configs if c["join"] == "memory"), HOPPER))
         assert report.spilled_bytes == 0 and "atomic" not in report.source[report.source.index('extern "C"') :]
 
 
