@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +18,11 @@ from conv_models import trained
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from fusescout.contenders.convolution_tail import as_tail
 from fusescout.contenders.framework import Framework
 from fusescout.contenders.tilelang import TileLang
+from fusescout.device import Device
+from fusescout.ir import Subgraph
 from fusescout.patching import Patched
 from fusescout.patching import patch
 from fusescout.plan import Composition
@@ -155,4 +160,32 @@ def test_non_contiguous_inputs_and_another_size_fall_back_or_fit(model: nn.Modul
     turned = image(2, 9, 8, 7).transpose(1, 2)
     assert close(model, turned, handle)
     assert close(model, image(3, 8, 5, 5), handle)
+    handle.undo()
+
+
+class OnAnyDevice(TileLang):
+    """Takes tails of convolutions on the CPU too, where they are not offered since oneDNN adds biases itself."""
+
+    def variants(self, graph: Subgraph, device: Device, effort: str) -> list[Mapping[str, Any]] | str:
+        tail = as_tail(graph)
+        offered = super().variants(graph, replace(device, kind="cuda", arch="sm_90a"), effort)
+        if isinstance(offered, str) or isinstance(tail, str):
+            return str(offered)
+        template = self.registry.templates[offered[0]["template"]]
+        return [{"template": template.NAME, **template.configs(tail.inner, device)[0]}]
+
+
+@pytest.mark.parametrize("composition", ["eager", "inductor"])
+def test_biases_join_what_follows_in_a_patched_model(composition: Composition) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = trained(nn.Sequential(nn.Conv2d(8, 12, 3), nn.GELU(), nn.GroupNorm(3, 12), nn.Conv2d(12, 6, 3), nn.ELU()))
+    x = image()
+    handle = patch(model, planned(model, x, OnAnyDevice()), composition=composition)
+    assert close(model, x, handle)
+    assert handle.counters.sites == 2
+    assert not handle.counters.fallbacks
+    with torch.no_grad():
+        model[0].bias.add_(1)
+    assert close(model, x, handle)
     handle.undo()
