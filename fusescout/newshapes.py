@@ -2,7 +2,8 @@
 
 A graph of a new shape is carried out as the framework does it, at once. Under the policies "nearest" and "adaptive" a
 background thread then takes its chains one by one, in a child process with deadlines, and puts what has passed
-verification in the place of that graph. Neither a fault here nor a slow compiler can hold up a call or break it.
+verification in the place of that graph. No fault here breaks a call, and nothing of it holds one up, except that a rest
+that is compiled is compiled anew in the call that takes the kernels up.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from typing import Literal
 from typing import get_args
+
+import torch
 
 from fusescout.adoption import adopt_nearest
 from fusescout.adoption import adopt_winner
@@ -39,13 +42,29 @@ Unknown = tuple[tuple[Entry, Subgraph], ...]
 
 
 class Replaceable:
-    """A graph's callable that another thread may exchange between two calls."""
+    """A graph's callable that may be exchanged between two calls: by another thread, or by what is `due` in the next.
+
+    A compiler must not run beside the model: while it traces, torch changes `nn.Module.__call__` for all threads, and a
+    call of the model would raise. So what needs one is due, and the next call does it, as the first of a new shape did.
+    """
 
     def __init__(self, current: Callable[..., Any]) -> None:
         self.current = current
+        self.due: Callable[[], None] | None = None
+        self._lock = threading.Lock()
 
     def __call__(self, *inputs: Any) -> Any:
+        if self.due is not None and not _is_capturing():
+            with self._lock:
+                due, self.due = self.due, None
+            if due is not None:
+                due()
         return self.current(*inputs)
+
+
+def _is_capturing() -> bool:
+    """Whether the caller is capturing a CUDA graph, which a compiler would spoil."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class NewShapes:
@@ -75,7 +94,7 @@ class NewShapes:
         return counterparts((*self.plan.entries, *self.entries), chains)
 
     def submit(self, unknown: Unknown, replace: Callable[[], None]) -> None:
-        """Learn in the background; `replace` is called there if anything came of it."""
+        """Learn in the background; `replace` is called there if anything came of it. It must not compile."""
         with self._changed:
             if self._stopped:
                 return
@@ -125,8 +144,11 @@ class NewShapes:
         except Stopped:
             return
         except Exception as error:  # isolation boundary: the graph stays with the framework, and the model runs on
-            first = (str(error).strip().splitlines() or [""])[0]
-            self.counters.fallbacks["new shapes"] = f"{type(error).__name__}: {first[:200]}"
+            self.failed(error)
+
+    def failed(self, error: Exception) -> None:
+        first = (str(error).strip().splitlines() or [""])[0]
+        self.counters.fallbacks["new shapes"] = f"{type(error).__name__}: {first[:200]}"
 
     def _learn(self, entry: Entry, subgraph: Subgraph, lender: Spare) -> None:
         """Find a kernel for the chain, once."""

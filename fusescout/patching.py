@@ -113,11 +113,20 @@ class Backend:
 
             def again() -> None:
                 examples = [node.meta["val"] for node in original.graph.find_nodes(op="placeholder")]
-                with compile_lock, self._lock, torch.set_grad_enabled(gradients):  # in the order that Dynamo takes them
-                    encoded = encode_graph(original, number)
-                    run.current = self._carried_out(number, module, original, encoded, examples, changed)
+                try:
+                    with compile_lock, self._lock, torch.set_grad_enabled(gradients):  # in Dynamo's order
+                        encoded = encode_graph(original, number)
+                        run.current = self._carried_out(number, module, original, encoded, examples, changed)
+                except Exception as error:  # isolation boundary: it may run in a call, which goes on as before
+                    self.new_shapes.failed(error)
 
-            self.new_shapes.submit(unknown, again)
+            def replace() -> None:
+                if self.plan.composition != "eager" or any(e.contender == "inductor" for e in self.new_shapes.entries):
+                    run.due = again
+                else:
+                    again()
+
+            self.new_shapes.submit(unknown, replace)
             return once.bind(run)
 
     def _keep(self, once: Once) -> None:
@@ -287,8 +296,9 @@ def patch(
         composition: run the rest this way instead of the plan's.
         policy: what becomes of planned chains at shapes that the plan doesn't have. "fallback" runs them as the
             framework does. The others do so only until a background thread, with a child process, is done, and stop at
-            `undo()`: "nearest" takes the kernel of the nearest planned shape, built anew and verified but not timed;
-            "adaptive" races the chain as an analysis does (with quick effort) and takes the winner.
+            `undo()`; where the rest is compiled, a later call compiles it anew. "nearest" takes the kernel of the
+            nearest planned shape, built anew and verified but not timed; "adaptive" races the chain as an analysis does
+            (with quick effort) and takes the winner.
 
     Raises:
         PlanUnreadable: the file is no plan.

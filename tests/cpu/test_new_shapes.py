@@ -18,6 +18,7 @@ from torch import Tensor
 from torch import nn
 
 from fusescout import livecall
+from fusescout.compose import compose
 from fusescout.contenders import contender_named
 from fusescout.errors import PolicyUnknown
 from fusescout.ir import Subgraph
@@ -117,6 +118,14 @@ def test_new_shapes_are_learned_beside_the_calls_and_then_used(
         let.wait(60)
         return adopted(*given)
 
+    compilers = set()
+
+    def spying(*given: Any) -> Any:
+        if given[-1] != "eager":
+            compilers.add(threading.current_thread())  # it patches `nn.Module.__call__` for all threads
+        return compose(*given)
+
+    monkeypatch.setattr("fusescout.patching.compose", spying)
     monkeypatch.setattr("fusescout.newshapes.adopt_winner", slowly)
     with fresh_outputs(), torch.no_grad():
         plan, expected = plan_of(model, batch(2)), {size: model(batch(size)) for size in sizes}
@@ -133,10 +142,11 @@ def test_new_shapes_are_learned_beside_the_calls_and_then_used(
         let.set()
         assert handle.wait(120)
         assert len(handle.counters.adopted) == new * len(plan.entries)
-        assert handle.counters.sites == (new + 1) * sites
         check()
+        assert handle.counters.sites == (new + 1) * sites
         assert (handle.counters.captures, handle.counters.framework_calls) == (new + 1, len(sizes) - 1)
         assert not handle.counters.fallbacks
+        assert compilers <= {threading.main_thread()}
         handle.undo()
         with patched(model, handle.plan) as later:
             check()
