@@ -88,7 +88,8 @@ def _operator(graph: Subgraph) -> str | None:
         return "silu_mul"
     if chain == ("to", "cross_entropy_loss") and widths == 2:
         return "cross_entropy"
-    if chain == ("linear", "to", "cross_entropy_loss") and widths == 3 and len(last.args) == 2:
+    head = [name for name in chain if name != "to"] == ["linear", "cross_entropy_loss"]
+    if head and widths == 3 and len(last.args) == 2 and graph.output_specs[0].dtype == "float32":
         return "linear_cross_entropy"
     if chain == ("group_norm", "silu") and widths == 3:
         return "group_norm_silu"
