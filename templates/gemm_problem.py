@@ -141,6 +141,8 @@ def _read(graph: Subgraph, gemms: int) -> Problem:
     anchors = tuple(first + k for k, op in enumerate(graph.ops) if op.name in GEMMS)
     if len(anchors) != gemms:
         raise Refused(f"it holds {len(anchors)} matrix products, not {gemms}")
+    if several := [op.name for op in graph.ops if not isinstance(op.out, TensorSpec)]:
+        raise Refused(f"{several[0]} behind the GEMM cuts its columns")
     x, w, transposed, biases, alpha, beta = _gemm(graph, anchors[0])
     weights, bias = [w], [biases]
     for anchor in anchors[1:]:

@@ -189,6 +189,11 @@ def test_gated_mlps_are_found(name):
     assert ops in [set(r.nodes) for r in find_regions(graph) if r.family == "gated_mlp"]
 
 
+def test_a_packed_gate_is_offered_to_all_templates_and_taken_by_one():
+    variants = TileLang().variants(meta(chunked, (8, 64), (64, 64)), HOPPER, "quick")
+    assert {v["template"] for v in variants} == {"gated_mlp"}
+
+
 def test_a_packed_result_that_is_used_otherwise_is_not_gated():
     def both(x, w):
         gate, up = F.linear(x, w).chunk(2, -1)
