@@ -137,7 +137,7 @@ def test_crashes_hangs_and_stray_output_become_reasons(tmp_path: Path, spare: Sp
     folder.mkdir()
     (folder / "rogue.py").write_text(ROGUE)
     graph = swish_chain()
-    with Worker() as worker:
+    with spare.take() as worker:
         worker.call("open", 120, **opening(graph, tmp_path, (folder,)))
         for name, status, words in (
             ("babble", "failed", "no such kernel"),
