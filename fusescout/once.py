@@ -126,7 +126,7 @@ class _Choice:
         self._on_cpu = all(t.device.type == "cpu" for n in graph.nodes for t in tensors(n))
         self._room = MARGIN_BYTES + sum(t.nbytes for n in inputs if n in known for t in tensors(n))
         for node in reversed(graph.nodes):
-            if node not in known or all(user in known - self.steady for user in node.users):
+            if node not in known or all(user in known and user not in self.steady for user in node.users):
                 continue
             if self._is_kept(node):
                 self.kept.insert(0, node)
