@@ -103,7 +103,7 @@ def test_bench_models_analyses_in_another_process_and_goes_on_after_a_crash(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = replace(suite.MODELS[-1], name="broken", builder="plain:no_such_builder")
-    tiny = suite.Model("tiny", "plain:mixer", {"batch": 2}, {"side": 32, "layers": 1, "width": 32})
+    tiny = suite.Model("tiny", "plain:mixer", {"batch": 2}, {"side": 32, "layers": 0, "width": 32})
     monkeypatch.setattr(suite, "MODELS", (broken, tiny))
     file, kept = tmp_path / "models.json", tmp_path / "runs"
     arguments = ["bench", "models", "broken", "tiny", "--device", "cpu", "--effort", "quick", "--with", "eager"]

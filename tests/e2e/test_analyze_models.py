@@ -115,10 +115,11 @@ def test_a_model(make: Any, top: int, tmp_path: Path, monkeypatch: pytest.Monkey
     assert outcome.session.candidates
     assert outcome.session.cache_misses == len(outcome.session.candidates)
 
-    again = fusescout.analyze(model, args, kwargs, **settings)
-    consistent(again)
-    if {c.id for c in again.session.candidates} == {c.id for c in outcome.session.candidates}:
-        assert again.session.cache_misses == 0, "the same machine races nothing twice"
+    if make is conv_net:  # more candidates of more kinds than the other model has
+        again = fusescout.analyze(model, args, kwargs, **settings)
+        consistent(again)
+        if {c.id for c in again.session.candidates} == {c.id for c in outcome.session.candidates}:
+            assert again.session.cache_misses == 0, "the same machine races nothing twice"
 
     plan = _of_kernels(outcome, tried[0])
     assert plan.entries, "a TileLang kernel must have passed its check"
