@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusescout.contenders.base import Runner
 from fusescout.ir import Subgraph
-from fusescout.regions_rows import LOSSES
+from fusescout.regions.rows import LOSSES
 
 TILE = 128
 """Classes of a lost tile, or half of all where there are not so many."""

@@ -29,8 +29,8 @@ from fusescout.device import Device
 from fusescout.errors import ContenderFailed
 from fusescout.ir import Subgraph
 from fusescout.regions import GEMMS
-from fusescout.regions_pieces import WINDOWS
-from fusescout.regions_rows import LOSSES
+from fusescout.regions.pieces import WINDOWS
+from fusescout.regions.rows import LOSSES
 from fusescout.registry import Registry
 from fusescout.registry import load
 from fusescout.template import Kernel

@@ -9,8 +9,8 @@ from graphs import spec
 from fusescout.ir import Graph
 from fusescout.ir import Ref
 from fusescout.regions import find_regions
-from fusescout.regions_rows import RowForm
-from fusescout.regions_rows import row_form
+from fusescout.regions.rows import RowForm
+from fusescout.regions.rows import row_form
 
 
 def chains(graph: Graph, family: str) -> list[tuple[str, ...]]:

@@ -20,8 +20,8 @@ from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
 from fusescout.ir import substitute
 from fusescout.nodekinds import REGROUPS
-from fusescout.regions_losses import PRODUCTS
-from fusescout.regions_rows import LOSSES
+from fusescout.regions.losses import PRODUCTS
+from fusescout.regions.rows import LOSSES
 
 CHUNKS = 8
 NONE, MEAN = 0, 1

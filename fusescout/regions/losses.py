@@ -11,7 +11,7 @@ from fusescout.nodekinds import REGROUPS
 from fusescout.nodekinds import SLICES
 from fusescout.nodekinds import is_pointwise
 from fusescout.nodekinds import shape_of
-from fusescout.regions_rows import LOSSES
+from fusescout.regions.rows import LOSSES
 
 PRODUCTS = frozenset({"linear", "addmm", "mm", "matmul"})
 BETWEEN = REGROUPS | SLICES | {"contiguous", "clone", "transpose", "permute", "log_softmax", "_log_softmax"}

@@ -20,13 +20,13 @@ from fusescout.ir import TensorSpec
 from fusescout.nodekinds import REGROUPS
 from fusescout.nodekinds import is_pointwise
 from fusescout.nodekinds import shape_of
-from fusescout.regions_convolutions import and_convolutions
-from fusescout.regions_losses import find_losses
-from fusescout.regions_pieces import find_pieces
-from fusescout.regions_rows import SOFTMAXES
-from fusescout.regions_rows import find_rows
-from fusescout.regions_rows import row_form
-from fusescout.regions_shared import find_shared
+from fusescout.regions.convolutions import and_convolutions
+from fusescout.regions.losses import find_losses
+from fusescout.regions.pieces import find_pieces
+from fusescout.regions.rows import SOFTMAXES
+from fusescout.regions.rows import find_rows
+from fusescout.regions.rows import row_form
+from fusescout.regions.shared import find_shared
 
 MAX_INPUTS = 12
 PREPARING = ("conv_epilogue", "gemm_shared_input")
