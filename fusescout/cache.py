@@ -78,7 +78,7 @@ class Cache:
                 raise ValueError("it belongs to another key or version")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             _log.warning("Ignoring the damaged cache entry %s (%s); it will be measured again.", file, error)
             return None
         return value

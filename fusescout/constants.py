@@ -27,7 +27,7 @@ from fusescout.ir import TensorSpec
 from fusescout.ir import substitute
 
 Runner = Callable[[Sequence[Any]], tuple[Any, ...]]
-Marks = tuple[tuple[int, int, int], ...]
+Marks = tuple[int | tuple[int, int, int], ...]
 KEPT, KEPT_BYTES = 40, 2 << 30
 """Sets of sources that `Parts` keeps values of: a race times a chain on up to 32 copies of its inputs, if these are
 small. Of large ones it keeps what fits, and always the last."""
@@ -135,9 +135,11 @@ def marks(sources: Sequence[Any]) -> Marks | None:
 
     Valid only while somebody holds the tensors themselves: an address is given out again.
     """
+    from fusescout.freshness import steps
+
     if any(t.is_inference() for t in sources):
         return None
-    return tuple((id(t), t.data_ptr(), t._version) for t in sources)
+    return (steps(), *((id(t), t.data_ptr(), t._version) for t in sources))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ the values are written over in place: graphs captured before read the new ones.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -23,6 +22,8 @@ from torch import Tensor
 from torch import fx
 from torch._guards import detect_fake_mode
 
+from fusescout.freshness import Marks
+
 MARK = "prepared_constant"
 """In a node's meta: it reads parameters, buffers and other such nodes only, and may run once."""
 STATIC = "_dynamo_static_input_type"
@@ -36,19 +37,10 @@ MOST_SETS = 64
 
 @dataclass
 class _Made:
-    """Values, and by what to tell that a source still holds what they were made of: itself, address, version."""
+    """Values, and by what to tell that their sources still hold what they were made of."""
 
     values: tuple[Tensor, ...]
-    marks: list[tuple[weakref.ref[Tensor], int, int]]
-
-    def current(self, sources: Sequence[Tensor]) -> bool:
-        for tensor, (seen, address, version) in zip(sources, self.marks, strict=True):
-            if seen() is not tensor or tensor._version != version or tensor.data_ptr() != address:
-                return False
-        return True
-
-    def of(self, sources: Sequence[Tensor]) -> bool:
-        return all(mark[0]() is tensor for tensor, mark in zip(sources, self.marks, strict=True))
+    marks: Marks
 
 
 @dataclass
@@ -60,7 +52,7 @@ class Kept:
 
     def trim(self) -> None:
         """Let go of what was made of tensors that are gone, and of the oldest sets."""
-        for key in [k for k, made in self.sets.items() if any(mark[0]() is None for mark in made.marks)]:
+        for key in [k for k, made in self.sets.items() if made.marks.gone]:
             del self.sets[key]
         while len(self.sets) > MOST_SETS:
             self.sets.popitem(last=False)
@@ -86,7 +78,8 @@ class Hoisted:
     def share(self, known: dict[str, Kept]) -> None:
         """Keep values together with other graphs that make the same ones, such as those of other input shapes."""
         if not self.prepare.graph.find_nodes(op="get_attr"):
-            specs = [(tuple(s.shape), s.stride(), s.dtype, s.device) for s in self._specs]
+            read = [n.meta["val"] for n in self.prepare.graph.find_nodes(op="placeholder")]
+            specs = [(tuple(s.shape), s.stride(), s.dtype, s.device) for s in (*read, *self._specs)]
             self._kept = known.setdefault(f"{self.prepare.code}{specs}{self.in_place}", self._kept)
 
     def examples(self, inputs: Sequence[Any]) -> list[Any]:
@@ -108,7 +101,7 @@ class Hoisted:
     def forget(self) -> None:
         """Make the values anew in the next call, whatever torch knows of their sources."""
         for made in self._kept.sets.values():
-            made.marks = [(seen, address, -1) for seen, address, _ in made.marks]
+            made.marks.forget()
 
     def held(self) -> list[Tensor]:
         """All values that are kept now."""
@@ -118,7 +111,7 @@ class Hoisted:
         """The values for these inputs, made anew where a source is another tensor or was written to."""
         sources = [inputs[k] for k in self.sources]
         made = self._kept.sets.get(tuple(map(id, sources)))
-        if made is None or not made.current(sources):
+        if made is None or not made.marks.hold(sources):
             with self._kept.lock:
                 return self._refresh(sources)
         return made.values
@@ -135,7 +128,7 @@ class Hoisted:
                 return values
             key = tuple(map(id, sources))
             before = self._kept.sets.get(key)
-            if before is not None and self.in_place and before.of(sources):
+            if before is not None and self.in_place:
                 for old, new in zip(before.values, values, strict=True):
                     old.copy_(new)
                 values = before.values
@@ -144,7 +137,7 @@ class Hoisted:
                 values = tuple(v.clone() if v.untyped_storage().data_ptr() in owned else v for v in values)
             if on_gpu:
                 torch.cuda.current_stream(device).synchronize()  # the next call may use another stream
-        self._kept.sets[key] = _Made(values, [(weakref.ref(t), t.data_ptr(), t._version) for t in sources])
+        self._kept.sets[key] = _Made(values, Marks(sources))
         self._kept.trim()
         return values
 

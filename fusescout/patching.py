@@ -244,7 +244,7 @@ class Patched:
         self._backend = backend
         self._undone = False
         self._before = vars(model).get("_compiled_call_impl")
-        self._ours = model._compiled_call_impl = live_call(model, backend, backend.counters)
+        self._ours = model._compiled_call_impl = live_call(model, backend, backend.counters, self.refresh)
         self._ours.patch = self  # type: ignore[attr-defined]
 
     @property

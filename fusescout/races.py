@@ -77,6 +77,7 @@ def race_all(
                     on_event=lambda _s, _d, _t, text, n=number: on_event("race", n, len(candidates), text),  # type: ignore[misc]
                 )
                 inputs.unlink()
+                _forgotten(candidate, raced, device, config)
             races[candidate.id] = _keep(raced, folder / "kernels" / candidate.id) if folder else raced
     return races
 
@@ -86,12 +87,17 @@ def _known(candidate: Candidate, device: Device, config: Config) -> RaceResult |
     stored = stored_race(candidate.subgraph, device, config)
     if stored is None:
         return None
-    eager = stored.samples.get("eager")
-    shaken = stored.noise is not None and abs(stored.noise.mid - 1.0) > DISTURBED
-    if shaken or (eager and implausible(candidate, median(eager))):
+    return None if _forgotten(candidate, stored, device, config) else stored
+
+
+def _forgotten(candidate: Candidate, raced: RaceResult, device: Device, config: Config) -> bool:
+    """Whether a disturbed machine spoiled a race; then nobody will meet it again."""
+    eager = raced.samples.get("eager")
+    shaken = raced.noise is not None and abs(raced.noise.mid - 1.0) > DISTURBED
+    spoiled = shaken or bool(eager and implausible(candidate, median(eager)))
+    if spoiled:
         forget_race(candidate.subgraph, device, config)
-        return None
-    return stored
+    return spoiled
 
 
 def _settled(

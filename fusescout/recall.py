@@ -47,7 +47,7 @@ class Recall:
         try:
             raw = json.loads(file.read_bytes())
             return cls(file, frozenset(map(str, raw["raced"])), frozenset(map(str, raw["left"])))
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return cls(file)
 
     def weight(self, key: str) -> float:

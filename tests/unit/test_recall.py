@@ -67,7 +67,7 @@ def test_the_last_place_is_not_lost_to_noise_and_the_best_come_first(tmp_path: P
     assert len(analysed(graph, tmp_path, {64: 0.03, 128: 0.028, 256: 0.006}, top=3).candidates) == 3
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"raced": 1, "left": []}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"raced": 1, "left": []}', "[" * 100_000])
 def test_a_damaged_memory_is_none(tmp_path: Path, text: str) -> None:
     graph = chains(64)
     analysed(graph, tmp_path, {64: 0.006})
