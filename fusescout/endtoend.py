@@ -19,6 +19,7 @@ from fusescout.capture.dynamo import forgotten
 from fusescout.capture.protect import protected
 from fusescout.config import Config
 from fusescout.errors import CompositionUnavailable
+from fusescout.errors import in_a_line
 from fusescout.modelcheck import ModelJudge
 from fusescout.patching import Backend
 from fusescout.plan import Composition
@@ -116,7 +117,7 @@ class _Bench:
                 off = self.judge.hear(name, way.model)
                 self.ways.append(replace(way, note=f"By the rule for patched models it is off: {off}" if off else ""))
             except Exception as error:  # isolation boundary: a rival that can't run is a fact to report
-                self.failed.append(Rival(name=name, reason=_line(error)))
+                self.failed.append(Rival(name=name, reason=in_a_line(error)))
 
     def add_patched(self, plan: Plan, composition: Composition) -> None:
         """The patched model; entries that make it wrong are dropped first."""
@@ -148,7 +149,7 @@ class _Bench:
                 return "Inductor refuses to capture it: it writes its inputs, or some of it runs on the CPU"
             verdict = self.judge.check(way.model)
         except Exception as error:  # isolation boundary: the framework's code stays where the patch can't run
-            return _line(error)
+            return in_a_line(error)
         return verdict if isinstance(verdict, str) else replace(way, backend=backend, composition=plan.composition)
 
     def _culprit(self, plan: Plan) -> str | None:
@@ -168,11 +169,6 @@ class _Bench:
 
 def _why(backend: Backend) -> str:
     return "; ".join(dict.fromkeys(backend.counters.fallbacks.values())) or "the model made no graph"
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
 
 
 def compositions(config: Config, workload: Workload) -> tuple[Composition, ...]:

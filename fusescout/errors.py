@@ -2,7 +2,7 @@
 
 Stages raise these; only `cli/` prints them and turns `exit_code` into the process's code.
 Exit codes: 0 done, 1 ran but a gate failed, 2 usage or configuration, 3 the environment can't do it,
-4 the user's model or script raised, 130 interrupted.
+4 the user's model or script raised, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ class FuseScoutError(Exception):
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
         self.what, self.why, self.fix = what, why, fix
         super().__init__(" ".join(part for part in (what, why, fix) if part))
+
+
+def in_a_line(error: BaseException, most: int = 200) -> str:
+    """A foreign error's type and the first line of what it says, up to so many characters."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:most]}"
 
 
 class SessionUnreadable(FuseScoutError):

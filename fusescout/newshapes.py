@@ -26,6 +26,7 @@ from fusescout.config import load
 from fusescout.counters import Counters
 from fusescout.device import Device
 from fusescout.errors import PolicyUnknown
+from fusescout.errors import in_a_line
 from fusescout.heats import FAILURE
 from fusescout.ir import Graph
 from fusescout.ir import Subgraph
@@ -147,8 +148,7 @@ class NewShapes:
             self.failed(error)
 
     def failed(self, error: Exception) -> None:
-        first = (str(error).strip().splitlines() or [""])[0]
-        self.counters.fallbacks["new shapes"] = f"{type(error).__name__}: {first[:200]}"
+        self.counters.fallbacks["new shapes"] = in_a_line(error)
 
     def _learn(self, entry: Entry, subgraph: Subgraph, lender: Spare) -> None:
         """Find a kernel for the chain, once."""

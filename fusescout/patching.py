@@ -39,6 +39,7 @@ from fusescout.errors import CompositionUnavailable
 from fusescout.errors import ContenderFailed
 from fusescout.errors import NotCapturable
 from fusescout.errors import PlanMismatch
+from fusescout.errors import in_a_line
 from fusescout.flops import op_class
 from fusescout.hoisting import Hoisted
 from fusescout.hoisting import Kept
@@ -192,9 +193,8 @@ class Backend:
         except Exception as error:  # isolation boundary: the compiler may fail on any graph; the model must still run
             if self.plan.composition == "eager":
                 raise
-            first = (str(error).strip().splitlines() or [""])[0]
             self.counters.fallbacks[f"graph {number}"] = (
-                f"{self.plan.composition} failed with {type(error).__name__}: {first[:200]}; the graph runs eagerly"
+                f"{self.plan.composition} failed with {in_a_line(error)}; the graph runs eagerly"
             )
             return run_eagerly(rewritten)
 

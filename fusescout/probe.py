@@ -10,6 +10,7 @@ import functools
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,16 +52,11 @@ def _measured(kind: str, dtypes: tuple[str, ...], threads: int, precision: str) 
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if kind == "cuda" else []), torch.no_grad():
         rates = {name: _matmul_rate(kind, getattr(torch, name)) for name in dtypes}
         bandwidth, launch_us = _copy_rate(kind), _launch_us(kind)
-    name, arch, cores, cache = _identity(kind)
-    return Device(
-        kind=kind,
-        name=name,
-        arch=arch,
-        cores=cores,
+    return replace(
+        describe_device(kind),
         copy_bytes_per_s=bandwidth,
         flops_per_s={n: r for n, r in rates.items() if r},
         launch_us=launch_us,
-        cache_bytes=cache,
     )
 
 

@@ -29,6 +29,7 @@ from fusescout.contenders.base import Upkeep
 from fusescout.contenders.compile_seconds import cold_seconds
 from fusescout.device import Device
 from fusescout.errors import ContenderFailed
+from fusescout.errors import in_a_line
 from fusescout.inputs import InputSource
 from fusescout.ir import Subgraph
 from fusescout.reference import build
@@ -76,8 +77,7 @@ class Inductor:
                 compiled: Any = _inductor.compile(traced, list[Any](example), options=_options(variant["mode"]))
                 compiled(*example)
         except Exception as error:  # isolation boundary: Inductor failing is a result of the race
-            first = (str(error).strip().splitlines() or [""])[0]
-            raise ContenderFailed(f"torch.compile failed: {type(error).__name__}: {first[:300]}.") from error
+            raise ContenderFailed(f"torch.compile failed: {in_a_line(error, 300)}.") from error
 
         def run(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
             return tuple(compiled(*inputs))

@@ -19,6 +19,7 @@ from fusescout.contenders.base import Upkeep
 from fusescout.device import Device
 from fusescout.environment import package_version
 from fusescout.errors import ContenderFailed
+from fusescout.errors import in_a_line
 from fusescout.inputs import InputSource
 from fusescout.ir import Subgraph
 
@@ -54,8 +55,7 @@ class Liger:
             with torch.no_grad():
                 call(InputSource(graph, None, device.kind, 0).make("normal"))
         except Exception as error:  # isolation boundary: foreign code, of any version
-            first = (str(error).strip().splitlines() or [""])[0]
-            raise ContenderFailed(f"liger-kernel failed: {type(error).__name__}: {first[:300]}.") from error
+            raise ContenderFailed(f"liger-kernel failed: {in_a_line(error, 300)}.") from error
 
         def run(inputs: Inputs) -> tuple[Any, ...]:
             made = call(inputs)

@@ -26,16 +26,10 @@ from template_cases import Case
 from template_cases import trace
 
 from fusescout.contenders.tilelang import TileLang
-from fusescout.device import Device
+from fusescout.probe import describe_device
 from fusescout.verify import Verifier
 
-MAJOR, MINOR = torch.cuda.get_device_capability()
-DEVICE = Device(
-    "cuda",
-    torch.cuda.get_device_name(),
-    f"sm_{MAJOR}{MINOR}" + ("a" if MAJOR >= 9 else ""),
-    torch.cuda.get_device_properties(0).multi_processor_count,
-)
+DEVICE = describe_device("cuda")
 
 
 @pytest.fixture(scope="module")
