@@ -153,8 +153,10 @@ class Vector(Direct):
         return ["if ((k * AHEAD + u) * LANES + lane) * ALONG < K:", *(f"    {line}" for line in lines)]
 
     def _add(self, writers: int) -> list:
-        """Over the lanes of a warp that share columns."""
+        """Over the lanes of a warp that share columns; where each lane has its own (32 writers) there is nothing to add."""
         steps = [s for s in (16, 8, 4, 2, 1) if s >= writers]
+        if not steps:
+            return []
         lines = ["for m in T.unroll(M):", "    for r in T.unroll(COLUMNS):"]
         lines += [f"        a{g}[m, r] += T.shfl_xor(a{g}[m, r], {s})" for s in steps for g in range(self.gemms)]
         return lines

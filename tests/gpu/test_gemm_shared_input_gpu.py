@@ -12,6 +12,7 @@ import torch
 if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
+from config_spread import spread
 from fusescout.templates import gemm_shared_input
 from template_cases import SHARED
 from template_cases import Case
@@ -67,12 +68,12 @@ LARGE = [
 
 
 @pytest.mark.parametrize("case", LARGE, ids=lambda c: c.name)
-def test_every_config_is_as_close_to_the_truth_as_eager(case: Case, tmp_path_factory: Any) -> None:
+def test_every_kind_is_as_close_to_the_truth_as_eager(case: Case, tmp_path_factory: Any) -> None:
     graph, given = case.traced("cuda", torch.bfloat16)
     assert gemm_shared_input.supports(graph, DEVICE) is None
     eager, truth = reference.build(graph)(given), reference.build(graph, "float64")([t.double() for t in given])
     allowed = [Allowance(e, t) for e, t in zip(eager, truth, strict=True)]
-    configs = gemm_shared_input.configs(graph, DEVICE)
+    configs = spread(gemm_shared_input.configs(graph, DEVICE))
     splits = [gemm_shared_input.prepared(graph, c) for c in configs]
     kernels = [gemm_shared_input.kernel(s.steady, c, DEVICE) for s, c in zip(splits, configs, strict=True)]
     folder = tmp_path_factory.getbasetemp()

@@ -1,10 +1,13 @@
 """Every GEMM schedule on a real GPU: tails, few rows, few tiles, one k-step, and all kinds of operands."""
 
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from config_spread import spread
 from fusescout.templates import gated_mlp
 from fusescout.templates import gemm_epilogue
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -116,6 +119,8 @@ def synchronize():
     start = time.monotonic()
     while not done.query():
         if time.monotonic() - start > DEADLINE_S:
+            if "PYTEST_XDIST_WORKER" in os.environ:
+                os.kill(os.getpid(), signal.SIGKILL)  # the others go on: xdist names this test and starts a new worker
             pytest.exit("A kernel hangs.", returncode=3)
         time.sleep(0.001)
 
@@ -133,7 +138,7 @@ def launch(run, kernel, inputs, outputs):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_config_is_as_close_to_the_truth_as_eager(name, device, tmp_path_factory):
+def test_every_kind_is_as_close_to_the_truth_as_eager(name, device, tmp_path_factory):
     function, *shapes = CASES[name]
     template = gated_mlp if function in (gated, packed) else gemm_epilogue
     torch.manual_seed(0)
@@ -146,7 +151,7 @@ def test_every_config_is_as_close_to_the_truth_as_eager(name, device, tmp_path_f
     assert template.supports(chain, device) is None
     eager, truth = reference.build(chain)(ordered), reference.build(chain, "float64")(ordered)
     allowed = [Allowance(e, t) for e, t in zip(eager, truth, strict=True)]
-    configs = template.configs(chain, device)
+    configs = spread(template.configs(chain, device))
     folder = tmp_path_factory.getbasetemp()
     kernels = [template.kernel(chain, c, device) for c in configs]
     with ThreadPoolExecutor(16) as pool:
