@@ -24,6 +24,7 @@ from fusescout.modelcheck import ModelJudge
 from fusescout.patching import Backend
 from fusescout.plan import Composition
 from fusescout.plan import Plan
+from fusescout.rng import leave_capture
 from fusescout.session import EndToEnd
 from fusescout.session import Interval
 from fusescout.session import Rival
@@ -117,6 +118,7 @@ class _Bench:
                 off = self.judge.hear(name, way.model)
                 self.ways.append(replace(way, note=f"By the rule for patched models it is off: {off}" if off else ""))
             except Exception as error:  # isolation boundary: a rival that can't run is a fact to report
+                leave_capture(self.workload.device)
                 self.failed.append(Rival(name=name, reason=in_a_line(error)))
 
     def add_patched(self, plan: Plan, composition: Composition) -> None:
@@ -149,6 +151,7 @@ class _Bench:
                 return "Inductor refuses to capture it: it writes its inputs, or some of it runs on the CPU"
             verdict = self.judge.check(way.model)
         except Exception as error:  # isolation boundary: the framework's code stays where the patch can't run
+            leave_capture(self.workload.device)
             return in_a_line(error)
         return verdict if isinstance(verdict, str) else replace(way, backend=backend, composition=plan.composition)
 

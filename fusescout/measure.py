@@ -23,6 +23,7 @@ from torch import Tensor
 from fusescout.candidates import lower_bound
 from fusescout.device import Device
 from fusescout.ir import Subgraph
+from fusescout.rng import leave_capture
 
 SAMPLE_S = 2e-3
 FLUSH_BYTES = 256 << 20
@@ -203,6 +204,7 @@ class _Cuda:
                 replays[k] = _replay(graph)
         except (RuntimeError, NotImplementedError):  # not capturable: the event policy holds for all then
             torch.cuda.synchronize(self.device)
+            leave_capture(str(self.device))
             return
         for k, replay in replays.items():
             self.calls[k], self.host_us[k] = replay, 100.0

@@ -3,7 +3,9 @@
 A line `@@name` stands for a block that depends on the problem: operand loads, the MMA, the epilogue. The hand-written
 schedules keep these rules, learnt from the generated code: roles are one if/elif chain on the thread index; a stage is
 released only after `wait_wgmma`; a waiter is never more than one phase ahead of its barrier, because a parity wait two
-phases ahead falls through (two warpgroups that take turns need a barrier for the turn).
+phases ahead falls through (two warpgroups that take turns need a barrier for the turn); no loop may have no trip,
+because TileLang 0.1.15 makes a loop of none or one trip its bare body (a second warpgroup without a tile then waits for
+one for ever), so such a body has a condition of its own.
 """
 
 RASTER = """
@@ -106,27 +108,28 @@ else:  # both consumer warpgroups work on one tile
 TAKING_TURNS = """
 @@branch
     T.set_max_nreg(240, 1)
-    for s in T.serial(@@count):
+    for s in T.serial((tiles + 1) // 2):
         t = s * 2 + @@w
-        @@where
-        row, col = bm * BM, bn * BN
-        @@preload
-        T.mbarrier_wait_parity(turn[@@w], @@parity)
-        for k in T.serial(STEPS):
-            it = t * STEPS + k
-            T.mbarrier_wait_parity(full[it % STAGES], (it // STAGES) & 1)
-            @@mma
-            T.wait_wgmma(GEMMS)
-            if k > 0:
-                if T.shuffle_elect(32):
-                    @@release
-        if T.shuffle_elect(32):
-            T.mbarrier_arrive(turn[@@other])
-        T.wait_wgmma(0)
-        @@fence
-        if T.shuffle_elect(32):
-            @@release_last
-        @@epilogue
+        if t < tiles:
+            @@where
+            row, col = bm * BM, bn * BN
+            @@preload
+            T.mbarrier_wait_parity(turn[@@w], @@parity)
+            for k in T.serial(STEPS):
+                it = t * STEPS + k
+                T.mbarrier_wait_parity(full[it % STAGES], (it // STAGES) & 1)
+                @@mma
+                T.wait_wgmma(GEMMS)
+                if k > 0:
+                    if T.shuffle_elect(32):
+                        @@release
+            if T.shuffle_elect(32):
+                T.mbarrier_arrive(turn[@@other])
+            T.wait_wgmma(0)
+            @@fence
+            if T.shuffle_elect(32):
+                @@release_last
+            @@epilogue
     @@drain
 """
 

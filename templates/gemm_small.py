@@ -97,6 +97,7 @@ def splits(p: Problem, device: Device) -> list:
                 "splits": share, "join": "cluster",
             }  # fmt: skip
             steps = _steps(p, config)
+            config["stages"] = min(stages, steps)  # a buffer that no step fills would be allocated all the same
             if steps < 2 or (share - 1) * steps >= math.ceil(p.K / bk):
                 continue  # no loop to pipeline, or nothing to do for the last block
             if _shared(p, config) <= SHARED_BYTES and bm * bn * len(p.weights) // threads <= 128:
@@ -191,5 +192,5 @@ def _steps(p: Problem, c: dict) -> int:
 
 def _shared(p: Problem, c: dict) -> int:
     gemms = len(p.weights)
-    stages = min(c["stages"], _steps(p, c)) * (c["BM"] + gemms * c["BN"]) * c["BK"] * SIZES[p.x.dtype]
+    stages = c["stages"] * (c["BM"] + gemms * c["BN"]) * c["BK"] * SIZES[p.x.dtype]
     return max(stages, gemms * c["BM"] * (c["BN"] + 4) * 4)

@@ -360,7 +360,6 @@ class Writer:
             schedules.fill(
                 schedules.TAKING_TURNS,
                 branch="elif tx < 256:  # even tiles" if w == 0 else "else:  # odd tiles",
-                count="(tiles + 1) // 2" if w == 0 else "tiles // 2",
                 parity="(s & 1) ^ 1" if w == 0 else "s & 1",
                 w=str(w), other=str(1 - w), preload=self._preload(str(w)), mma=self._mma_async(str(w)),
                 fence=self._fence(str(w), 1), epilogue=self._epilogue(str(w), 128), drain=self._drain(128),

@@ -153,7 +153,7 @@ class Vector(Direct):
         return ["if ((k * AHEAD + u) * LANES + lane) * ALONG < K:", *(f"    {line}" for line in lines)]
 
     def _add(self, writers: int) -> list:
-        """Over the lanes of a warp that share columns; where each lane has its own (32 writers) there is nothing to add."""
+        """Over the lanes of a warp that share columns; 32 writers share none."""
         steps = [s for s in (16, 8, 4, 2, 1) if s >= writers]
         if not steps:
             return []

@@ -55,14 +55,17 @@ def supports(graph: Subgraph, device: Device) -> str | None:
 
 
 def configs(graph: Subgraph, device: Device) -> list:
-    """Those of the GEMM whose tiles' rows lie within one warp: they are reduced without shared memory."""
+    """Those of the GEMM whose tiles' rows lie within one warp: they are reduced without shared memory.
+
+    None in clusters: TileLang 0.1.15 launches the kernels behind the GEMM as clusters too, which their grids refuse.
+    """
     problem = read(graph)[0]
     if device.kind == "cpu":
         half = -(-problem.N // 2)
         tile = min(LARGEST_TILE, -(-half // LANES) * LANES)
         return [{"schedule": "plain", "BM": 32, "BN": tile, "BK": problem.K, "stages": 1}]
     whole = device.arch in HOPPER
-    found = [c for c in space(problem, device, EPILOGUE_CLOCKS) if c["schedule"] in SCHEDULES]
+    found = [c for c in space(problem, device, EPILOGUE_CLOCKS) if c["schedule"] in SCHEDULES and "cluster" not in c]
     return [c for c in found if not whole or c["policy"] == "FullRow"]
 
 

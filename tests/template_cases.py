@@ -95,7 +95,7 @@ ACTIVATIONS = {
     "tanhshrink": F.tanhshrink,
     "hardshrink": F.hardshrink,
     "softshrink": lambda x: F.softshrink(x, 0.3),
-    "prelu": lambda x: F.prelu(x, torch.full((1,), 0.2)),
+    "prelu": lambda x: F.prelu(x, torch.full((1,), 0.2, device=x.device, dtype=x.dtype)),
     "rrelu_eval": lambda x: F.rrelu(x, 0.1, 0.3, False),
     "dropout_eval": lambda x: F.dropout(x, 0.5, False) + 1,
     "new_gelu": lambda x: 0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x.pow(3)))),

@@ -87,3 +87,8 @@ def test_what_cannot_be_captured_falls_back_to_events_for_all() -> None:
     timings = interleave([lambda i: (i[0] + 1).sum().item(), lambda i: i[0] + 1], [x], "cuda", rounds=6)
     assert "events" in timings.policy
     assert [len(samples) for samples in timings.samples] == [6, 6]
+    torch.cuda.manual_seed(0)
+    first = torch.rand(8, device="cuda")  # the capture that failed left the generator in one
+    assert not torch.equal(torch.rand(8, device="cuda"), first)
+    torch.cuda.manual_seed(0)
+    assert torch.equal(torch.rand(8, device="cuda"), first)
