@@ -2,8 +2,8 @@
 
 The TileLang kernels of all candidates are compiled before the races; on CUDA while the first of them already run.
 
-One child does it in threads: TileLang's lowering releases the interpreter lock and the compilers are processes of
-their own. If the child dies, the races compile what they need themselves.
+One child does it, in copies of itself: TileLang's lowering holds the interpreter lock. If the child dies, the races
+compile what they need themselves.
 """
 
 from __future__ import annotations

@@ -79,6 +79,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def test_kernels_compile_ahead_and_a_template_that_dies_costs_its_own(tmp_path: Path) -> None:
+    (tmp_path / "rogue.py").write_text(ROGUE.replace('"babble", ', "").replace(', "hang"', ""))
+    cache = tmp_path / "cache"
+    with Worker() as worker:
+        found = worker.call(
+            "compile_ahead", 120, subgraphs=[swish_chain().to_json()], device=asdict(CPU), templates=[str(tmp_path)],
+            cache_dir=str(cache), effort="quick", jobs=2,
+        )  # fmt: skip
+        assert worker.call("ready", 60)["pid"] == worker.pid
+    assert 1 <= found["compiled"] == found["of"] - 3
+    assert list(cache.rglob("*.so"))
+
+
 @pytest.fixture(scope="module")
 def spare() -> Iterator[Spare]:
     with Spare() as kept:
