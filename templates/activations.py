@@ -8,6 +8,8 @@ from fusescout.templates.operators import Writer
 from fusescout.ir import TensorSpec
 
 KAPPA, CUBIC = math.sqrt(2 / math.pi), 0.044715
+ERF_IS_ONE, TANH_IS_ONE = 5.5425940578, 13 * math.log(2)
+"""From here on erf(x / sqrt 2) and tanh(x) are 1 in float32: they are within half a step, 2^-25, of it."""
 
 
 def _leaky_relu(w: Writer) -> str:
@@ -48,9 +50,17 @@ def _gelu(w: Writer) -> str:
     w.need_float()
     x = w.x()
     if w.arg(1, "approximate", "none") == "none":
-        return f"gelu({x})"
-    # 0.5 x (1 + tanh u) = x sigmoid(2u): half the instructions, and no cancellation in the negative tail
-    return f"{x} * sigmoid({x} * ({w.f(2 * KAPPA)} + {w.f(2 * KAPPA * CUBIC)} * ({x} * {x})))"
+        value, vanishes = f"gelu({x})", f"{x} < {w.f(-ERF_IS_ONE)}"
+    else:  # 0.5 x (1 + tanh u) = x sigmoid(2u): half the instructions, and no cancellation in the negative tail
+        twice = w.let(f"{x} * ({w.f(2 * KAPPA)} + {w.f(2 * KAPPA * CUBIC)} * ({x} * {x}))")
+        value, vanishes = f"{x} * sigmoid({twice})", f"{twice} < {w.f(-2 * TANH_IS_ONE)}"
+    # Eager's 1 + erf or 1 + tanh is 0 there, which makes NaN of an infinite factor behind it (GeGLU); a store sees none.
+    return f"where({vanishes}, {x} * {w.f(0)}, {value})" if _is_used(w) else value
+
+
+def _is_used(w: Writer) -> bool:
+    """Whether another operator of the chain computes with the value."""
+    return any(w.index in op.inputs for op in w.graph.ops)
 
 
 def _silu(w: Writer) -> str:

@@ -207,7 +207,18 @@ def _bias_gelu(x: Tensor, b: Tensor) -> Tensor:
     return F.gelu(x + b, approximate="tanh")
 
 
+def _gated_tails(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return F.gelu(gate) * up, F.gelu(gate, approximate="tanh") * up
+
+
+def _tails() -> tuple[Tensor, Tensor]:
+    """Gates where eager's 1 + erf and 1 + tanh are 0 (below -5.6) and where they aren't, and infinite factors."""
+    gate = torch.cat((torch.linspace(-14, -6, 500), torch.linspace(-4.5, 0, 501)[:-1]))
+    return gate, torch.where(torch.arange(1000) % 2 == 0, torch.inf, 1.0)
+
+
 POINTWISE = [
+    Case("gated_tails", "pointwise", _gated_tails, _tails),
     Case("bias_gelu", "pointwise", _bias_gelu, lambda: (randn(3, 37, 768), randn(768))),
     Case("batch_1", "pointwise", _bias_gelu, lambda: (randn(1, 13), randn(13))),
     Case("one_element", "pointwise", lambda x: torch.sigmoid(x) * 2, lambda: (randn(1),)),
