@@ -54,7 +54,7 @@ def _gelu(w: Writer) -> str:
     else:  # 0.5 x (1 + tanh u) = x sigmoid(2u): half the instructions, and no cancellation in the negative tail
         twice = w.let(f"{x} * ({w.f(2 * KAPPA)} + {w.f(2 * KAPPA * CUBIC)} * ({x} * {x}))")
         value, vanishes = f"{x} * sigmoid({twice})", f"{twice} < {w.f(-2 * TANH_IS_ONE)}"
-    # Eager's 1 + erf or 1 + tanh is 0 there, which makes NaN of an infinite factor behind it (GeGLU); a store sees none.
+    # Eager's 1 + erf or 1 + tanh is 0 there: an infinite factor (GeGLU's) makes NaN of it. A store sees none of this.
     return f"where({vanishes}, {x} * {w.f(0)}, {value})" if _is_used(w) else value
 
 

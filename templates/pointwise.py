@@ -3,8 +3,8 @@
 One walk over the first output's memory; pieces of a dimension that is sliced or put together are computed side by
 side. On CUDA each block takes `threads * items` elements: loads into registers as wide as each operand's layout allows,
 the whole chain there, wide stores; elements behind the last full block go through a loop of their own, so that no other
-block tests bounds. On the CPU, rows of the collapsed space are split over threads and the innermost loop is left to the
-C++ compiler's vectoriser.
+block tests bounds. Operands that lie crosswise are walked in patches (`pointwise_tiles.py`). On the CPU, rows of the
+collapsed space are split over threads and the innermost loop is left to the C++ compiler's vectoriser.
 """
 
 import math
@@ -24,6 +24,9 @@ from fusescout.templates.expression import unsupported
 from fusescout.templates.operators import Unsupported
 from fusescout.templates.pieces import Laid
 from fusescout.templates.pieces import lay_out
+from fusescout.templates.pointwise_tiles import configs as tile_configs
+from fusescout.templates.pointwise_tiles import patch
+from fusescout.templates.pointwise_tiles import tiled
 from fusescout.templates.source import build
 from fusescout.templates.space import Operand
 from fusescout.templates.space import Space
@@ -75,7 +78,9 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
         )
     ]
     # blocks that fill the device come first; among them the order above
-    return sorted(found, key=lambda c: space.numel < c["threads"] * c["items"] * device.cores)
+    found.sort(key=lambda c: space.numel < c["threads"] * c["items"] * device.cores)
+    crosswise = patch(space)
+    return tile_configs(crosswise) + found if crosswise else found
 
 
 def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
@@ -85,6 +90,11 @@ def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
     name = f"fs_pointwise_{graph.key[:10]}"
     if dialect.cpu:
         body = _cpu(laid.graph, space.collapsed(), config, dialect)
+    elif "rows" in config:
+        found = patch(space)
+        body = tiled(
+            found, space.parameters, config, dialect, lambda e, c: _chain(laid.graph, found.space, e, dialect, c)
+        )
     else:
         body = _cuda(laid.graph, space, config, dialect)
     text = dialect.header() + signature(name, space.parameters, dialect) + body

@@ -108,7 +108,7 @@ def test_a_bias_joins_what_follows_its_convolution(last, dtype, contender):
 @pytest.mark.parametrize(
     "case",
     [
-        *(c for c in POINTWISE + ROWWISE if c.name in ("bias_gelu", "layer_norm")),
+        *(c for c in POINTWISE + ROWWISE if c.name in ("bias_gelu", "crosswise", "layer_norm")),
         *(c for c in ROWS + WIDE if c.name in ("softmax_channels", "wide_group_norm", "wide_log_softmax")),
     ],
     ids=lambda c: c.name,

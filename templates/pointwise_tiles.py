@@ -1,0 +1,131 @@
+"""Pointwise chains whose operands lie in different orders, one transposed say: each warp takes a patch of both orders.
+
+A flat walk reads the operand that lies crosswise one element a sector. Here the lanes of a warp are a patch of rows and
+columns that fills whole 32-byte sectors either way: a lane has one vector of neighbouring elements along the walk's
+last dimension, and lanes side by side across it have neighbours in the other operand.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fusescout.templates.body import Cells
+from fusescout.templates.body import buffer_dtype
+from fusescout.templates.body import flat
+from fusescout.templates.body import indent
+from fusescout.templates.dialect import Dialect
+from fusescout.templates.space import Operand
+from fusescout.templates.space import Space
+
+from fusescout.ir import DTYPE_BYTES
+from fusescout.template import Config
+
+SECTOR_BYTES, VECTOR_BYTES, WARP = 32, 16, 32
+LEAST_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Patch:
+    """How a warp lies over the space.
+
+    Attributes:
+        space: with neighbouring dimensions merged.
+        across: the dimension along which the crosswise operands are contiguous; the last one is the other.
+        vector: elements of a lane, along the last dimension.
+        lanes: lanes of a warp along the last dimension; the others lie across it.
+    """
+
+    space: Space
+    across: int
+    vector: int
+    lanes: int
+
+    @property
+    def columns(self) -> int:
+        return self.space.sizes[-1]
+
+    @property
+    def rows(self) -> int:
+        return self.space.sizes[self.across]
+
+
+def patch(space: Space) -> Patch | None:
+    """The patch for a space of which some operand lies crosswise, and whose rows are whole patches; else None."""
+    space = space.collapsed()
+    crosswise = [o for o in space.operands if not o.is_scalar and o.strides[-1] > 1 and 1 in o.strides]
+    if not crosswise or not any(o.strides and o.strides[-1] == 1 for o in space.operands):
+        return None
+    across = max(range(len(space.sizes)), key=lambda k: sum(o.strides[k] == 1 for o in crosswise))
+    vector = VECTOR_BYTES // max(DTYPE_BYTES[o.dtype] for o in space.operands)
+    rows = SECTOR_BYTES // min(DTYPE_BYTES[o.dtype] for o in crosswise)
+    found = Patch(space, across, max(vector, 2), max(WARP // rows, 1))
+    fits = found.columns % (found.lanes * found.vector) == 0 and found.rows >= LEAST_ROWS
+    return found if fits else None
+
+
+def configs(found: Patch) -> list[Config]:
+    """Threads of a block and rows of a thread, best guess first."""
+    return [{"threads": t, "rows": r} for t, r in ((256, 2), (256, 4), (128, 4))]
+
+
+def tiled(
+    found: Patch, parameters: tuple, config: Config, dialect: Dialect, chain: Callable[[dict, Cells], list]
+) -> str:
+    """Text of the kernel's body; `chain` gives the lines of one element from the names of its operands' elements."""
+    space, vector, repeats = found.space, found.vector, config["rows"]
+    warps, width = config["threads"] // WARP, found.lanes * vector
+    beside = math.gcd(warps, found.columns // width)  # warps side by side along the last dimension
+    step = warps // beside * (WARP // found.lanes)  # rows of a block for each row of a thread
+    across, along = -(-found.rows // (step * repeats)), found.columns // (beside * width)
+    outer = [k for k in range(len(space.sizes) - 1) if k != found.across]
+    blocks = math.prod(space.sizes[k] for k in outer) * across * along
+    ragged = found.rows % (step * repeats) != 0
+
+    def at(o: Operand, row: str) -> str:
+        """The start of a lane's vector in an operand."""
+        terms, inner = [], math.prod(space.sizes[k] for k in outer)
+        for k in outer:
+            inner //= space.sizes[k]
+            if o.strides[k]:
+                terms.append(f"batch // {inner} % {space.sizes[k]} * {o.strides[k]}")
+        terms += [f"({text}) * {s}" for text, s in ((row, o.strides[found.across]), ("col", o.strides[-1])) if s]
+        return " + ".join([*terms, str(o.offset)])
+
+    def place(o: Operand, row: str) -> str:
+        return f"{o.buffer}[{at(o, row)} + v * {o.strides[-1]}]" if o.strides[-1] else f"{o.buffer}[{at(o, row)}]"
+
+    def wide(o: Operand) -> bool:
+        even = all(s % vector == 0 for s in (*o.strides[:-1], o.offset))
+        return o.strides[-1] == 1 and even and o.spec.aligned
+
+    def loop(o: Operand) -> str:
+        return f"for v in T.{'vectorized' if wide(o) else 'unroll'}({vector}):"
+
+    held = [o for o in space.operands if not o.is_scalar]
+    elements = {o.name: f"{o.name}_r[i, v]" if o in held else f"{o.buffer}[{o.offset}]" for o in space.operands}
+    cells = Cells("k", (1,), "0", dialect)
+    body = chain(elements, cells)
+    row = f"first + i * {step}"
+    lines = [
+        "tx = T.get_thread_binding()",
+        f"warp, lane = tx // {WARP}, tx % {WARP}",
+        f"col = (bx % {along} * {beside} + warp % {beside}) * {width} + lane % {found.lanes} * {vector}",
+        f"first = bx // {along} % {across} * {step * repeats} + warp // {beside} * {WARP // found.lanes}"
+        f" + lane // {found.lanes}",
+        f"batch = bx // {along * across}",
+        *(f'{o.name}_r = T.alloc_local(({repeats}, {vector}), "{buffer_dtype(o, dialect)}")' for o in held),
+        *(line.replace("T.alloc_fragment", "T.alloc_local") for line in cells.lines()),
+        f"for i in T.unroll({repeats}):",
+    ]
+    for o in space.inputs:
+        if o in held:  # rows behind the last one are read from it
+            clamped = f"T.min({row}, {found.rows - 1})" if ragged else row
+            lines += [f"    {loop(o)}", f"        {o.name}_r[i, v] = {place(o, clamped)}"]
+    lines += [f"for i in T.unroll({repeats}):", f"    for v in T.unroll({vector}):", *(f"        {b}" for b in body)]
+    lines.append(f"for i in T.unroll({repeats}):")
+    guard = [f"    if {row} < {found.rows}:"] if ragged else []
+    for o in space.outputs:
+        deeper = "    " * (1 + len(guard))
+        lines += [*guard, f"{deeper}{loop(o)}", f"{deeper}    {place(o, row)} = {o.name}_r[i, v]"]
+    launch = f"with {dialect.kernel(blocks, threads=config['threads'])} as bx:"
+    return indent([launch], 1) + indent(flat(parameters, dialect), 2) + indent(lines, 2)

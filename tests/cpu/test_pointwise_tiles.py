@@ -1,0 +1,75 @@
+"""Patches for operands that lie crosswise: where they are offered, and their CUDA text run thread by thread here."""
+
+import re
+
+import pytest
+import tilelang
+import torch
+from cuda_on_cpu import compile_threads
+from fusescout.templates import pointwise
+from template_cases import randn
+from template_cases import trace
+from torch.nn import functional as F
+
+from fusescout import reference
+from fusescout.device import Device
+from fusescout.tolerance import Allowance
+
+HOPPER = Device("cuda", "H200", "sm_90a", 132)
+BF16 = torch.bfloat16
+
+
+def two_results(x, y, b):
+    return (s := F.gelu(x + y.transpose(1, 2)) * b), s > 0
+
+
+CASES = {
+    "a batch, rows that end within a patch": (two_results, (2, 41, 48), (2, 48, 41), (48,)),
+    "float32": (lambda x, y: torch.relu(x.t()) * 2 - y, (33, 32), (32, 33)),
+    "channels last meets channels first": (lambda x, y: torch.relu(x) + y, (2, 32, 8, 6), (2, 32, 8, 6)),
+}
+
+
+def crosswise(graph):
+    return [c for c in pointwise.configs(graph, HOPPER) if "rows" in c]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_patches_run_thread_by_thread(name, tmp_path):
+    function, *shapes = CASES[name]
+    dtype = torch.float32 if "float32" in name else BF16
+    given = [randn(*s, seed=k).to(dtype) for k, s in enumerate(shapes)]
+    if "channels" in name:
+        given[1] = given[1].contiguous(memory_format=torch.channels_last)
+    graph, inputs = trace(function, tuple(given))
+    eager, truth = reference.build(graph)(inputs), reference.build(graph, "float64")([t.double() for t in inputs])
+    assert len(crosswise(graph)) == 3
+    for number, config in enumerate(crosswise(graph)):
+        kernel = pointwise.kernel(graph, config, HOPPER)
+        target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
+        with tilelang.tvm.transform.PassContext(opt_level=3, config=dict(kernel.pass_configs)), target:
+            source = tilelang.lower(kernel.func, target=target).kernel_source
+        assert f"*({'float4' if dtype == torch.float32 else 'uint4'}*)" in source
+        outputs = [torch.empty_strided(o.shape, o.stride(), dtype=o.dtype) for o in eager]
+        for o in outputs:
+            o.untyped_storage().fill_(0xFF)
+        (folder := tmp_path / str(number)).mkdir()
+        launch = compile_threads(source, [p.name for p in kernel.params], folder)
+        tensors = {"input": inputs, "output": outputs}
+        (blocks,) = re.findall(r"T\.Kernel\((\d+), threads", kernel.source)
+        launch([tensors[p.role][p.index] for p in kernel.params], int(blocks), config["threads"])
+        for got, e, t in zip(outputs, eager, truth, strict=True):
+            assert not (reason := Allowance(e, t).judge(got).reason), f"{config}: {reason}"
+
+
+def test_a_walk_that_suits_all_operands_stays_flat():
+    for function, *shapes in (
+        (lambda x, y: x * y + 1, (64, 64), (64, 64)),
+        (lambda x, y: x * y + 1, (64, 64), (64, 1)),
+        (lambda x, y: x.t() * y.t() + 1, (64, 64), (64, 64)),
+        (lambda x, y: x.permute(0, 2, 1, 3) * 2 + y, (2, 24, 3, 64), (2, 3, 24, 64)),
+        (lambda x, y: x + y.t(), (64, 50), (50, 64)),  # 50 columns are no whole patches of 16
+        (lambda x, y: x + y.t(), (8, 64), (64, 8)),  # so few rows that sectors stay half empty
+    ):
+        graph, _ = trace(function, tuple(torch.empty(s, dtype=BF16, device="meta") for s in shapes))
+        assert not crosswise(graph)
