@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 NEIGHBOURS = 256
+TABLES = 256
 _BUCKETS = 1 << 11
 """One for each float64 exponent; the first one holds zero."""
 
@@ -74,7 +75,7 @@ class Allowance:
         if not bool((known := error.isfinite()).all()):
             error, sizes = error[known], sizes[known]
         bucket = _bucket(sizes)
-        self.peaks.scatter_reduce_(0, bucket, error, "amax")
+        self.peaks = torch.maximum(self.peaks, _peaks(bucket, error, TABLES if error.is_cuda else 1))
         self.counts += torch.bincount(bucket, minlength=_BUCKETS)
         if error.numel():
             self.rms = max(self.rms, math.sqrt(float(error.square().mean())))
@@ -153,6 +154,15 @@ def _same(a: Tensor, b: Tensor) -> Tensor:
 def _bucket(sizes: Tensor) -> Tensor:
     """Power-of-two bucket of |size| (float64): its exponent bits."""
     return (sizes.view(torch.int64) >> 52) & (_BUCKETS - 1)
+
+
+def _peaks(bucket: Tensor, error: Tensor, tables: int) -> Tensor:
+    """The largest error of each bucket. Neighbours go to different tables, or they would wait for each other on a GPU:
+    nearly all sizes are in a handful of buckets, and a maximum in float64 is a loop of compare and swap there."""
+    if tables > 1:
+        bucket = bucket + torch.arange(bucket.numel(), device=bucket.device) % tables * _BUCKETS
+    found = torch.zeros(tables * _BUCKETS, dtype=torch.float64, device=bucket.device)
+    return found.scatter_reduce_(0, bucket, error, "amax").view(tables, _BUCKETS).amax(0)
 
 
 def _step(sizes: Tensor, dtype: torch.dtype) -> Tensor:

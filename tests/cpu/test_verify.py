@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fusescout import tolerance
 from fusescout.inputs import InputSource
 from fusescout.inputs import place
 from fusescout.inputs import raw
@@ -301,3 +302,11 @@ def test_whole_model_outputs_use_the_same_rule() -> None:
     assert isinstance(check_model_outputs([eager[0] * 1.01], eager, truth), str)
     assert isinstance(check_model_outputs([], eager, truth), str)
     assert isinstance(check_model_outputs([eager[0].double()], eager, truth), str)
+
+
+def test_peaks_are_the_same_in_one_table_and_in_many():
+    torch.manual_seed(0)
+    bucket, error = torch.randint(0, 2048, (5003,)), torch.rand(5003, dtype=torch.float64)
+    one = tolerance._peaks(bucket, error, 1)
+    assert one[bucket[17]] == error[bucket == bucket[17]].max()
+    assert torch.equal(tolerance._peaks(bucket, error, 256), one)
