@@ -198,12 +198,15 @@ def _model(row: ModelRow) -> list[str]:
 
 
 def _model_facts(row: ModelRow) -> list[str]:
-    memory = [w.peak_bytes if w else None for w in (row.way("eager"), row.way(row.patched))]
+    eager, best, compiled = (row.way(name) for name in ("eager", row.patched, "patched, rest inductor"))
+    memory = [n.nbytes(w.peak_bytes) if w and w.peak_bytes else n.NOTHING for w in (eager, best)]
+    if best and not best.peak_bytes and compiled and compiled.peak_bytes:
+        memory[1] = f"{n.nbytes(compiled.peak_bytes)} compiled"  # a CUDA graph's pool is held all the time and shared
     accepted = ", ".join(f"{family} {sites}" for family, sites in row.accepted.items())
     checked = "" if row.verified or not row.patched else " Not verified."
     return [
         _title(row),
-        " / ".join(n.NOTHING if b is None else n.nbytes(b) for b in memory),
+        " / ".join(memory),
         f"{row.analysis_s:.0f} / {row.compile_s:.0f}",
         n.percent(row.coverage),
         f"{row.raced} / {row.rejected}",

@@ -181,6 +181,17 @@ def test_a_models_table_has_a_line_for_all_that_ran_and_a_reason_for_the_rest() 
     assert "Geometric mean against eager" in text
 
 
+def test_a_graph_that_is_replayed_shows_the_memory_of_its_kernels_without_one() -> None:
+    row = row_of("gpt2", "bfloat16", accepted())
+    ways = [
+        Rival(name="eager", time=row.ways[0].time, peak_bytes=837_000_000),
+        Rival(name="patched, rest inductor", time=row.ways[0].time, peak_bytes=600_000_000),
+        Rival(name="patched, rest cudagraph", time=row.ways[0].time),
+    ]
+    row = row.model_copy(update={"ways": ways, "patched": "patched, rest cudagraph"})
+    assert "| 837 MB / 600 MB compiled" in tables.models(ModelBench(rows=[row]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
