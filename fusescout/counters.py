@@ -36,8 +36,12 @@ class Counters:
     @property
     def described(self) -> str:
         """What was changed, for a sentence."""
-        parts = [f"{self.sites} sites"]
+        parts = [_counted(self.sites, "site")]
         parts += ["convolutions channels-last"] if self.relaid else []
-        parts += [f"{self.masks} constant masks left out"] if self.masks else []
-        parts += [f"{self.computed_once} operators fewer in a call"] if self.computed_once else []
+        parts += [f"{_counted(self.masks, 'constant mask')} left out"] if self.masks else []
+        parts += [f"{_counted(self.computed_once, 'operator')} fewer in a call"] if self.computed_once else []
         return ", ".join(parts)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -16,7 +16,7 @@ from fusescout.report import wholemodel
 from fusescout.session import CandidateResult
 from fusescout.session import Session
 
-MAX_CANDIDATES, MAX_CARDS, MAX_REJECTIONS, MAX_WARNINGS = 8, 3, 3, 3
+MAX_CANDIDATES, MAX_CARDS, MAX_KEPT, MAX_REJECTIONS, MAX_WARNINGS = 8, 3, 2, 3, 3
 BEST, DIM = "bold green", "dim"
 
 
@@ -44,6 +44,9 @@ def render(session: Session, width: int = 100, color: bool = False) -> str:
     for number, candidate in enumerate(accepted[:MAX_CARDS], 1):
         console.print(_hanging(f"{number}  ", _contenders(candidate)))
     _rest(console, len(accepted), MAX_CARDS, "accepted candidates")
+    others = [(number, c) for number, c in enumerate(found, 1) if c.status != "accepted" and c.reason]
+    for number, candidate in others[:MAX_KEPT]:
+        console.print(_hanging(f"{number}  ", Text(facts.cut(facts.clean(candidate.reason), 180), DIM)))
     _rejections(console, session)
     for line in (facts.coverage(session), facts.disturbed(session), facts.host_bound(session)):
         if line:

@@ -78,7 +78,7 @@ def test_json_is_the_session_document(sample: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_text_fits_a_terminal(sample: str) -> None:
     lines = render(SAMPLES[sample](), "text").splitlines()
-    assert len(lines) <= 45
+    assert len(lines) <= 47
     commands = [line for line in lines if line.startswith("fusescout ")]
     assert commands
     if sample != "hostile":
@@ -254,3 +254,9 @@ def test_a_disturbed_profile_is_said_so() -> None:
     for format in ("text", "markdown", "html"):
         assert "slowed down" in render(session.model_copy(update={"profile": slow}), format)
         assert "slowed down" not in render(session, format)
+
+
+def test_text_says_why_a_raced_chain_stays_with_the_framework() -> None:
+    session = all_kept()
+    assert session.candidates[0].reason
+    assert session.candidates[0].reason.split(".")[0][:60] in " ".join(render(session, "text").split())
