@@ -8,6 +8,7 @@ handle.undo()
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -37,4 +38,8 @@ def __getattr__(name: str) -> Any:
     """Load a public name on first use: `import fusescout` must not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in ("Plan", "Session") and importlib.util.find_spec("torch") is None:
+        from fusescout.errors import MissingPackage
+
+        raise MissingPackage("torch", "torch")
     return getattr(importlib.import_module(_HOMES[name]), name)

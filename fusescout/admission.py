@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from typing import Any
 
+from fusescout.errors import AlreadyCompiled
 from fusescout.errors import ModelEmpty
 from fusescout.errors import ModelHasNaN
 from fusescout.errors import NoModelFound
@@ -29,6 +30,21 @@ def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     for name, buffer in model.named_buffers():
         if not is_lazy(buffer):
             yield name, buffer, False
+
+
+def check_model(model: Any, args: Any) -> None:
+    """Raise `UsageProblem` for what is no model or no tuple, `AlreadyCompiled` where a call would not be eager's."""
+    import torch
+
+    call = "Give a model and the arguments of one call: fusescout.analyze(model, (x,))."
+    if not isinstance(model, torch.nn.Module):
+        given = type(model).__name__
+        raise UsageProblem("There is no model to analyse.", f"{given} is no torch.nn.Module.", call)
+    if isinstance(args, torch.Tensor):
+        raise UsageProblem("args must be a tuple.", "A tensor would be taken apart along its first dimension.", call)
+    for name, module in model.named_modules():
+        if "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None:
+            raise AlreadyCompiled(f"Its module {name}" if name else "The model")
 
 
 def check_materialised(model: torch.nn.Module, name: str) -> None:

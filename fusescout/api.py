@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fusescout.analysis import Outcome
+    from fusescout.session import Session
+
+_listeners: list[list[Session]] = []
 
 
 def analyze(
@@ -48,9 +53,11 @@ def analyze(
     Raises:
         FuseScoutError: a setting, the environment or the model itself is at fault; says what to do.
     """
+    from fusescout.admission import check_model
     from fusescout.analysis import run
     from fusescout.workload import build
 
+    check_model(model, args)
     config = config or load(settings)
     folder = Path(output) if output is not None else config.output
     flags = [(module, module.training) for module in model.modules()]
@@ -71,7 +78,20 @@ def analyze(
             module.training = training
     if folder is not None:
         write(outcome, folder)
+    for heard in _listeners:
+        heard.append(outcome.session)
     return outcome
+
+
+@contextmanager
+def listening() -> Iterator[list[Session]]:
+    """The sessions of all calls of `analyze` in this process while the block runs, in the order they end."""
+    heard: list[Session] = []
+    _listeners.append(heard)
+    try:
+        yield heard
+    finally:
+        _listeners.pop()
 
 
 def write(outcome: Outcome, folder: Path) -> None:

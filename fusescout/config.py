@@ -58,7 +58,7 @@ class Config(BaseModel):
     effort: Literal["quick", "default", "max"] = "default"
     """How long to search."""
     threshold: float = Field(1.05, ge=1)
-    """A chain's winner must beat the best other contender by this factor."""
+    """A chain's winner must beat every cheaper contender by this factor."""
     min_gain: float = Field(1.0, gt=0)
     """The end-to-end speed-up that must be reached, such as 1.01."""
     runs: int = Field(5, ge=1)

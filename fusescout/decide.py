@@ -29,7 +29,7 @@ class Decision:
     """What a race came to.
 
     `saved_us` is what the winner saves over eager at all sites in one step, `saved_over_inductor_us` over Inductor,
-    which may run the rest of the model (over the best other contender where Inductor has no time).
+    which may run the rest of the model (over the best cheaper contender where Inductor has no time).
     """
 
     winner: str
@@ -84,8 +84,7 @@ def decide(
         return Decision(
             winner=name,
             accepted=True,
-            reason=f"{name} is {speedup.mid:.2f} times as fast as {best}, the best other way"
-            f" (at least {speedup.low:.2f}).",
+            reason=_accepted(name, best, speedup, order, medians),
             speedup=speedup,
             speedup_over_eager=over_eager,
             saved_us=saved_each * len(candidate.sites),
@@ -93,6 +92,18 @@ def decide(
             saved_over_inductor_us=(medians.get("inductor", medians[best]) - medians[name]) * len(candidate.sites),
         )
     return _keep(results, samples, order, medians, threshold)
+
+
+def _accepted(name: str, best: str, speedup: Interval, order: Sequence[str], medians: Mapping[str, float]) -> str:
+    """What a winner beat; a contender that costs more upkeep may be faster, though not by enough."""
+    fastest = min(order, key=lambda c: medians[c])
+    lead = f"{name} is {speedup.mid:.2f} times as fast as {best}"
+    if medians[fastest] >= medians[name]:
+        return f"{lead}, the best other way (at least {speedup.low:.2f})."
+    return (
+        f"{lead}, the best cheaper way (at least {speedup.low:.2f}); {fastest} is"
+        f" {medians[name] / medians[fastest]:.2f} times as fast again, too little for its upkeep."
+    )
 
 
 def implausible(candidate: Candidate, eager_us: float) -> str:

@@ -2,7 +2,7 @@
 
 Stages raise these; only `cli/` prints them and turns `exit_code` into the process's code.
 Exit codes: 0 done, 1 ran but a gate failed, 2 usage or configuration, 3 the environment can't do it,
-4 the user's model or script raised, 130 interrupted, 143 terminated.
+4 the user's model or script raised, 130 interrupted, 141 the output's reader went away, 143 terminated.
 """
 
 from __future__ import annotations
@@ -336,4 +336,28 @@ class PolicyUnknown(FuseScoutError):
             f"There is no policy {given!r} for new shapes:",
             f"there are {', '.join(known)}.",
             f'Use fusescout.patch(model, plan, policy="{known[0]}").',
+        )
+
+
+class AlreadyCompiled(FuseScoutError):
+    """A model that is compiled or patched: its own calls are what everything would be measured against."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} is compiled or patched already.",
+            "The baseline is eager, and its calls would not be.",
+            "Give the model as it was before torch.compile or Module.compile; a patched one after handle.undo().",
+        )
+
+
+class NothingAnalysed(FuseScoutError):
+    """A script that was to be held to a speed-up ran to its end without an analysis."""
+
+    exit_code = EXIT_GATE
+
+    def __init__(self, script: str) -> None:
+        super().__init__(
+            f"--fail-under has nothing to judge: {script} ran and analysed nothing.",
+            "Its own process made no call of fusescout.analyze and ended no block of fusescout.profile.",
+            "Analyse a model in it, or leave out --fail-under.",
         )

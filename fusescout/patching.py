@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from typing import get_args
 
 import torch
 from torch import fx
@@ -39,6 +40,7 @@ from fusescout.errors import CompositionUnavailable
 from fusescout.errors import ContenderFailed
 from fusescout.errors import NotCapturable
 from fusescout.errors import PlanMismatch
+from fusescout.errors import UsageProblem
 from fusescout.errors import in_a_line
 from fusescout.flops import op_class
 from fusescout.hoisting import Hoisted
@@ -303,10 +305,17 @@ def patch(
     Raises:
         PlanUnreadable: the file is no plan.
         PlanMismatch: it was measured on another device.
+        UsageProblem: there is no such composition.
     """
     if not isinstance(plan, Plan):
         plan = Plan.load(Path(plan))
     if composition is not None:
+        if composition not in (known := get_args(Composition)):
+            raise UsageProblem(
+                f"There is no composition {composition!r}.",
+                f"There are {', '.join(known)}.",
+                "Leave it out: the plan has one.",
+            )
         plan = plan.composed(composition)
     where = next((t.device.type for t in model.parameters()), None) or next(
         (t.device.type for t in model.buffers()), None

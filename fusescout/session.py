@@ -196,7 +196,7 @@ class CandidateResult(Record):
     reason: str
     winner: str = "eager"
     speedup: Interval | None = None
-    """Winner over the best other contender."""
+    """Winner over the best contender that costs less upkeep."""
     speedup_over_eager: Interval | None = None
     pays_back_calls: float | None = None
     contenders: list[ContenderResult] = []

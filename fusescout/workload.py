@@ -17,6 +17,7 @@ from typing import Any
 from fusescout.admission import check_call
 from fusescout.admission import check_finite
 from fusescout.admission import check_materialised
+from fusescout.admission import check_model
 from fusescout.errors import DeviceUnavailable
 from fusescout.errors import MissingPackage
 from fusescout.errors import UsageProblem
@@ -138,15 +139,17 @@ def build(
         dtype: dtype name for floating parameters, buffers and inputs, or None: leave.
 
     Raises:
+        UsageProblem: `model` is no module, or `args` a tensor; in training, the loss doesn't depend on a parameter.
+        AlreadyCompiled: the model or a part of it is compiled or patched.
         DeviceUnavailable: no such device here.
         NoModelFound: the model has no values (meta device).
         ModelHasNaN: NaN or inf in a parameter, NaN in a buffer or an input.
         ModelEmpty: forward() returns no tensor, or runs no operator.
         UserCodeRaised: forward() or loss() raised; quotes the exception.
-        UsageProblem: in training, the loss doesn't depend on a parameter.
     """
     import torch
 
+    check_model(model, args)
     place = resolve_device(device)
     kind = getattr(torch, dtype) if dtype else None
     check_materialised(model, name)

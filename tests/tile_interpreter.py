@@ -97,6 +97,8 @@ class Language:
             mine, block = args
             there = self.tiles[(block, *self.own.block[1:])]
             return there[self.tiles[self.own.block].index(mine.buffer)].array[mine.index]
+        if name == "fs_bits":
+            return np.int32(args[0]).view(np.float32)
         return np.float32(FUNCTIONS[name](*map(float, args)))
 
     call_pure_extern = call_extern

@@ -25,9 +25,7 @@ Mode = Annotated[str | None, typer.Option(metavar="inference|training", help="ev
 Effort = Annotated[str | None, typer.Option(metavar="quick|default|max", help="How long to search. [default: default]")]
 Threshold = Annotated[
     str | None,
-    typer.Option(
-        metavar="X", help="Factor by which a chain's winner must beat the best other contender. [default: 1.05]"
-    ),
+    typer.Option(metavar="X", help="Factor by which a chain's winner must beat every cheaper way. [default: 1.05]"),
 ]
 MinGain = Annotated[
     str | None, typer.Option(metavar="X", help="End-to-end speed-up that must be reached, such as 1.01. [default: 1.0]")

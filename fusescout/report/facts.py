@@ -103,7 +103,7 @@ def why(candidate: CandidateResult) -> str:
     if candidate.reason:
         return clean(candidate.reason)
     if candidate.status == "accepted":
-        return f"{clean(candidate.winner)} is {n.speedup(candidate.speedup)} over the best other contender."
+        return f"{clean(candidate.winner)} is {n.speedup(candidate.speedup)} over the best cheaper contender."
     return {
         "kept": "No contender beat the framework's own code by enough.",
         "dropped": "It lost its gain, or its check, in the whole model.",

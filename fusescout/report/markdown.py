@@ -79,7 +79,7 @@ def _candidates(session: Session) -> str:
         "time",
         "bound",
         "winner",
-        "over the best other",
+        "over the best cheaper",
         "status",
         "why",
     ]

@@ -87,7 +87,7 @@ def _candidates(found: list[CandidateResult]) -> Table:
     for head in ("sites", "share", "time", "bound"):
         table.add_column(head, justify="right", no_wrap=True)
     table.add_column("winner", max_width=10)
-    table.add_column("over best other", justify="right", no_wrap=True)
+    table.add_column("over cheaper", justify="right", no_wrap=True)
     table.add_column("status", no_wrap=True)
     for number, c in enumerate(found[:MAX_CANDIDATES], 1):
         style = BEST if c.status == "accepted" else ""

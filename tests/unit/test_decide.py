@@ -43,10 +43,20 @@ def test_a_kernel_that_beats_all_others_wins() -> None:
     assert decision.speedup is not None
     assert decision.speedup.mid == pytest.approx(80 / 60, rel=0.02), "over the best other, not over eager"
     assert decision.pays_back_calls == pytest.approx(2e6 / 40, rel=0.05)
+    assert "as fast as inductor, the best other way" in decision.reason
+
+
+def test_a_winner_that_something_costlier_beats_is_not_called_the_best() -> None:
+    decision = run({"eager": 100, "framework": 80, "inductor": 78.4, "tilelang": 90})
+    assert (decision.winner, decision.accepted) == ("framework", True)
+    assert "as fast as eager, the best cheaper way" in decision.reason
+    assert "inductor is 1.02 times as fast again" in decision.reason
 
 
 def test_a_kernel_as_fast_as_inductor_is_not_worth_owning() -> None:
-    assert run({"eager": 100, "inductor": 80, "tilelang": 79}).winner == "inductor"
+    decision = run({"eager": 100, "inductor": 80, "tilelang": 79})
+    assert decision.winner == "inductor"
+    assert "tilelang is 1.0" in decision.reason
 
 
 def test_eager_stays_when_nothing_is_clearly_faster() -> None:
