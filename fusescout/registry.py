@@ -63,9 +63,14 @@ def load(folders: Sequence[Path] = ()) -> Registry:
             except Exception as error:  # isolation boundary: the user's file
                 warnings.append(f"The template {file} can't be loaded: {_first_line(error)}")
                 continue
-            if hasattr(module, "NAME"):  # others are what templates import
+            if _is_template(module):  # others are what templates import
                 _add(module, str(file), templates, origins, warnings, replace=True)
     return Registry(templates, origins, tuple(warnings))
+
+
+def _is_template(module: ModuleType) -> bool:
+    """Whether a file is meant as one: it has a NAME, or two more of `NEEDED`; a helper may have its own configs()."""
+    return hasattr(module, "NAME") or sum(hasattr(module, name) for name in NEEDED) > 1
 
 
 def _add(

@@ -25,7 +25,7 @@ from fusescout.errors import EXIT_OK
 from fusescout.errors import FuseScoutError
 from fusescout.errors import UsageProblem
 
-EXIT_INTERNAL, EXIT_TERMINATED = 70, 143
+EXIT_INTERNAL, EXIT_CLOSED_PIPE, EXIT_TERMINATED = 70, 141, 143
 RARELY = (50_000, 10, 10)
 """New objects before the garbage collector runs: with Python's 700 it takes 2.5 s of a run, most of it in imports."""
 EPILOG = """\b
@@ -37,6 +37,7 @@ Exit codes:
     4  the model or script raised
    70  internal error: a bug in FuseScout
   130  interrupted
+  141  whatever read the output stopped reading
   143  terminated
 
 \b
@@ -121,7 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except SystemExit as stop:
-        code = stop.code
+        # Typer ends with 1 there, which is a failed gate's; 141 is what a shell says of a program that SIGPIPE ended.
+        code = EXIT_CLOSED_PIPE if isinstance(stop.__context__, BrokenPipeError) else stop.code
     # The last isolation boundary: whatever is left is a bug of FuseScout's and is reported as one.
     except Exception as error:
         terminal.internal_error(error)

@@ -19,6 +19,7 @@ from fusescout.cli.runfolder import run_folder
 from fusescout.cli.terminal import Terminal
 from fusescout.errors import EXIT_GATE
 from fusescout.errors import EXIT_OK
+from fusescout.errors import NothingAnalysed
 from fusescout.errors import UsageProblem
 from fusescout.plan import Plan
 
@@ -82,7 +83,8 @@ def analyze(
 
     rest = list(arguments or ())
     if is_script(target):
-        return _run_script(context, target, rest[rest[:1] == ["--"] :], as_json)
+        sessions = _run_script(context, target, rest[rest[:1] == ["--"] :], as_json)
+        return _gate_script(terminal, config.fail_under, target, sessions)
     _check_order(context, target, rest)
     final = place_for(config.output, target, force)
     if into is not None and into.exists():
@@ -151,8 +153,23 @@ def gate(terminal: Terminal, fail_under: float | None, verdict: EndToEnd | None)
     return EXIT_GATE
 
 
-def _run_script(context: typer.Context, target: str, argv: list[str], as_json: bool) -> int:
-    """Run a script that calls FuseScout itself; this command's options reach it as environment variables."""
+def _gate_script(terminal: Terminal, fail_under: float | None, target: str, sessions: list[Session]) -> int:
+    """`gate` for each analysis that a script made."""
+    if sessions:
+        return max(gate(terminal, fail_under, session.end_to_end) for session in sessions)
+    if fail_under is not None:
+        raise NothingAnalysed(target)
+    terminal.note(f"{target} ran and analysed nothing.")
+    return EXIT_OK
+
+
+def _run_script(context: typer.Context, target: str, argv: list[str], as_json: bool) -> list[Session]:
+    """Run a script that calls FuseScout itself; this command's options reach it as environment variables.
+
+    Returns:
+        The sessions of its analyses.
+    """
+    from fusescout.api import listening
     from fusescout.config import to_environment
     from fusescout.target import run_script
 
@@ -165,11 +182,12 @@ def _run_script(context: typer.Context, target: str, argv: list[str], as_json: b
     before = dict(os.environ)
     os.environ.update(to_environment(options.given(context)))
     try:
-        run_script(Path(target), argv)
+        with listening() as sessions:
+            run_script(Path(target), argv)
+        return sessions
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return EXIT_OK
 
 
 def _check_order(context: typer.Context, target: str, rest: list[str]) -> None:

@@ -39,7 +39,7 @@ def list_(
     rows = [
         {
             "name": name,
-            "family": registry.templates[name].FAMILY,
+            "family": str(registry.templates[name].FAMILY),
             "summary": _doc(registry.templates[name]).partition("\n")[0],
             "origin": registry.origins[name],
         }
@@ -48,9 +48,10 @@ def list_(
     if as_json:
         terminal.out(json.dumps({"templates": rows, "warnings": registry.warnings}, indent=1))
         return EXIT_OK
-    width = max(map(len, names))
+    width = {column: max(len(row[column]) for row in rows) for column in ("name", "family")}
     for row in rows:
-        terminal.out(f"{row['name']:<{width}}  {row['summary']}  ({row['origin']})")
+        start = f"{row['name']:<{width['name']}}  {row['family']:<{width['family']}}"
+        terminal.out(f"{start}  {row['summary']}  ({row['origin']})")
     for warning in registry.warnings:
         terminal.warn(warning)
     return EXIT_OK

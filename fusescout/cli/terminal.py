@@ -178,4 +178,7 @@ class Terminal:
     def _console(self) -> Console:
         from rich.console import Console
 
-        return Console(stderr=True, markup=False, highlight=False, emoji=False)
+        console = Console(stderr=True, markup=False, highlight=False, emoji=False)
+        # Rich would end the process with 1; messages that nobody reads change neither the result nor the exit code.
+        console.on_broken_pipe = lambda: None  # type: ignore[method-assign]
+        return console

@@ -281,20 +281,6 @@ def test_markup_in_user_text_is_text(fake: Fake, capsys: Any) -> None:
     assert "[link=evil]what[/link] \\x1b]0;title\\x07" in err and "\x1b]0" not in err
 
 
-def test_a_script_runs_as_python_would_run_it(fake: Fake, tmp_path: Path, capsys: Any) -> None:
-    Path("train.py").write_text(
-        "import fusescout, os, sys\nassert __name__ == '__main__'\n"
-        "print(sys.argv[1:], os.environ['FUSESCOUT_EFFORT'], os.environ['FUSESCOUT_OUTPUT'])\n"
-    )
-    assert cli.main(["analyze", "--effort", "quick", "-o", "out", "train.py", "--lr", "3e-4"]) == 0
-    assert capsys.readouterr().out.strip() == "['--lr', '3e-4'] quick out"
-    assert "FUSESCOUT_EFFORT" not in os.environ and not fake.loads
-    Path("train.py").write_text("import fusescout\nraise KeyError('inside')\n")
-    assert cli.main(["analyze", "train.py"]) == 4
-    assert "KeyError: 'inside'" in capsys.readouterr().err
-    assert cli.main(["analyze", "--json", "train.py"]) == 2
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -51,6 +52,16 @@ def test_report_to_stdout(saved: Path, capsys: Any) -> None:
     assert json.loads(capsys.readouterr().out)["verdict"] == accepted().verdict
     assert cli.main(["report", str(saved), "--format", "html"]) == 0
     assert capsys.readouterr().out.lower().startswith("<!doctype")
+
+
+@pytest.mark.parametrize(("line", "code"), [(["report", "run"], 141), (["--help"], 141), (["report", "no.json"], 2)])
+def test_a_reader_that_went_away_is_no_failed_gate(line: list[str], code: int, saved: Path) -> None:
+    nobody, stdout = os.pipe()
+    os.close(nobody)
+    stderr = stdout if code == 2 else subprocess.PIPE
+    done = subprocess.run([sys.executable, "-m", "fusescout", *line], stdout=stdout, stderr=stderr, check=False)
+    os.close(stdout)
+    assert done.returncode == code and not done.stderr
 
 
 def test_html_is_never_written_to_a_terminal(saved: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +135,8 @@ def test_templates_of_a_folder(tmp_path: Path, capsys: Any) -> None:
     assert cli.main(["templates", "list", "doub*", "--json", *option]) == 0
     listed = json.loads(capsys.readouterr().out)["templates"]
     assert [(t["name"], t["summary"]) for t in listed] == [("double", "Doubles.")]
+    assert cli.main(["templates", "list", "doub*", *option]) == 0
+    assert capsys.readouterr().out.startswith("double  pointwise  Doubles.")
     assert cli.main(["templates", "show", "double", "-v", *option]) == 0
     assert 'FAMILY = "pointwise"' in capsys.readouterr().out
     assert cli.main(["templates", "show", "nope", *option]) == 2
@@ -137,6 +150,7 @@ def test_templates_of_a_folder(tmp_path: Path, capsys: Any) -> None:
         (('return "never"', "return graph.inputs[7]"), "IndexError"),
         (("NAME =", "from __future__ import annotations\nNAME ="), "__future__"),
         (("def kernel", "def colonel"), "kernel"),
+        (('NAME = "double"', ""), "double.py is left out: it has no NAME."),
         (("NAME =", "1/0\nNAME ="), "ZeroDivisionError"),
     ],
 )
@@ -146,6 +160,13 @@ def test_templates_check_finds_broken_ones(change: tuple[str, str], said: str, t
     assert cli.main(["templates", "check", "[sd]ou*", "--templates", str(tmp_path)]) == 1
     out, err = capsys.readouterr()
     assert said in out + err and "sound: ok" in out
+
+
+def test_a_helper_beside_templates_may_have_its_own_configs(tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "double.py").write_text(TEMPLATE)
+    (tmp_path / "tiles.py").write_text("def configs(tile): ...\n")
+    assert cli.main(["templates", "check", "double", "--templates", str(tmp_path)]) == 0
+    assert "tiles" not in capsys.readouterr().err
 
 
 def test_doctor_strict(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
