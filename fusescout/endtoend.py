@@ -18,7 +18,9 @@ import torch
 from fusescout.capture.dynamo import forgotten
 from fusescout.capture.protect import protected
 from fusescout.config import Config
+from fusescout.errors import NO_SPACE
 from fusescout.errors import CompositionUnavailable
+from fusescout.errors import DiskFull
 from fusescout.errors import in_a_line
 from fusescout.modelcheck import ModelJudge
 from fusescout.patching import Backend
@@ -119,7 +121,9 @@ class _Bench:
                 self.ways.append(replace(way, note=f"By the rule for patched models it is off: {off}" if off else ""))
             except Exception as error:  # isolation boundary: a rival that can't run is a fact to report
                 leave_capture(self.workload.device)
-                self.failed.append(Rival(name=name, reason=in_a_line(error)))
+                if NO_SPACE in (reason := in_a_line(error)):
+                    raise DiskFull(name, reason) from error
+                self.failed.append(Rival(name=name, reason=reason))
 
     def add_patched(self, plan: Plan, composition: Composition) -> None:
         """The patched model; entries that make it wrong are dropped first."""

@@ -361,3 +361,20 @@ class NothingAnalysed(FuseScoutError):
             "Its own process made no call of fusescout.analyze and ended no block of fusescout.profile.",
             "Analyse a model in it, or leave out --fail-under.",
         )
+
+
+NO_SPACE = "No space left on device"
+"""How the system says that a disk is full, wherever a compiler or a library quotes it."""
+
+
+class DiskFull(FuseScoutError):
+    """A contender or a way to run the model could not be built since a disk was full: nothing was compared."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+    def __init__(self, what: str, reason: str) -> None:
+        super().__init__(
+            f"A disk was full while {what} was built.",
+            next(line.strip() for line in [*reason.splitlines(), reason] if NO_SPACE in line),
+            "Make room, or let TMPDIR, TORCHINDUCTOR_CACHE_DIR and FUSESCOUT_CACHE_DIR name folders on another disk.",
+        )

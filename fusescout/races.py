@@ -18,6 +18,8 @@ from fusescout.decide import implausible
 from fusescout.decide import select
 from fusescout.device import Device
 from fusescout.endtoend import OnEvent
+from fusescout.errors import NO_SPACE
+from fusescout.errors import DiskFull
 from fusescout.inputs import save
 from fusescout.prefetch import compiling_ahead
 from fusescout.prefetch import importing_ahead
@@ -78,6 +80,8 @@ def race_all(
                 )
                 inputs.unlink()
                 _forgotten(candidate, raced, device, config)
+                if full := _no_space(raced):
+                    raise full
             races[candidate.id] = _keep(raced, folder / "kernels" / candidate.id) if folder else raced
     return races
 
@@ -91,13 +95,19 @@ def _known(candidate: Candidate, device: Device, config: Config) -> RaceResult |
 
 
 def _forgotten(candidate: Candidate, raced: RaceResult, device: Device, config: Config) -> bool:
-    """Whether a disturbed machine spoiled a race; then nobody will meet it again."""
+    """Whether a disturbed machine or a full disk spoiled a race; then nobody will meet it again."""
     eager = raced.samples.get("eager")
     shaken = raced.noise is not None and abs(raced.noise.mid - 1.0) > DISTURBED
-    spoiled = shaken or bool(eager and implausible(candidate, median(eager)))
+    spoiled = shaken or bool(eager and implausible(candidate, median(eager))) or _no_space(raced) is not None
     if spoiled:
         forget_race(candidate.subgraph, device, config)
     return spoiled
+
+
+def _no_space(raced: RaceResult) -> DiskFull | None:
+    """What to raise if a contender failed for want of room on a disk: its absence says nothing about it."""
+    lacking = (c for c in raced.contenders if NO_SPACE in c.reason)
+    return next((DiskFull(f"the contender {c.name}", c.reason) for c in lacking), None)
 
 
 def _settled(

@@ -16,6 +16,7 @@ from fusescout.config import Config
 from fusescout.device import Device
 from fusescout.ir import Graph
 from fusescout.recall import Recall
+from fusescout.session import ContenderResult
 from fusescout.session import Interval
 from fusescout.tune import RaceResult
 
@@ -91,3 +92,19 @@ def test_a_race_that_a_disturbed_machine_spoiled_is_run_again(
     found = races._known(candidate, DEVICE, Config())
     assert (found is stored) == believed
     assert forgotten == ([] if believed else [candidate.key])
+
+
+def test_a_race_that_a_full_disk_spoiled_ends_the_run_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    (candidate,) = analysed(chains(64), None, {64: 0.006}).candidates
+    reason = "The C++ compiler refuses the kernel:\nfatal error: error writing to k.s: No space left on device"
+    failed = ContenderResult(name="tilelang", status="failed", reason=reason)
+    stored = RaceResult((failed,), {"eager": [3000.0] * 3}, Interval(mid=1.0, low=1.0, high=1.0, samples=3))
+    forgotten: list[Any] = []
+    monkeypatch.setattr(races, "stored_race", lambda *_: stored)
+    monkeypatch.setattr(races, "forget_race", lambda subgraph, *_: forgotten.append(subgraph.key))
+    assert races._known(candidate, DEVICE, Config()) is None
+    assert forgotten == [candidate.key]
+    error = races._no_space(stored)
+    assert error is not None
+    assert error.exit_code == 3
+    assert error.why == "fatal error: error writing to k.s: No space left on device"
