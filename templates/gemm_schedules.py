@@ -82,6 +82,17 @@ def @@signature:
         @@leave
 """
 
+PRODUCTS = """
+for k in T.serial(STEPS):
+    it = t * STEPS + k
+    T.mbarrier_wait_parity(full[it % STAGES], (it // STAGES) & 1)
+    @@mma
+    T.wait_wgmma(GEMMS)
+    if k > 0:
+        if T.shuffle_elect(32):
+            @@release
+"""
+
 COOPERATIVE = """
 else:  # both consumer warpgroups work on one tile
     T.set_max_nreg(240, 1)
@@ -89,14 +100,7 @@ else:  # both consumer warpgroups work on one tile
         @@where
         row, col = bm * BM, bn * BN
         @@preload
-        for k in T.serial(STEPS):
-            it = t * STEPS + k
-            T.mbarrier_wait_parity(full[it % STAGES], (it // STAGES) & 1)
-            @@mma
-            T.wait_wgmma(GEMMS)
-            if k > 0:
-                if T.shuffle_elect(32):
-                    @@release
+        @@products
         T.wait_wgmma(0)
         @@fence
         if T.shuffle_elect(32):
@@ -115,14 +119,7 @@ TAKING_TURNS = """
             row, col = bm * BM, bn * BN
             @@preload
             T.mbarrier_wait_parity(turn[@@w], @@parity)
-            for k in T.serial(STEPS):
-                it = t * STEPS + k
-                T.mbarrier_wait_parity(full[it % STAGES], (it // STAGES) & 1)
-                @@mma
-                T.wait_wgmma(GEMMS)
-                if k > 0:
-                    if T.shuffle_elect(32):
-                        @@release
+            @@products
             if T.shuffle_elect(32):
                 T.mbarrier_arrive(turn[@@other])
             T.wait_wgmma(0)

@@ -258,11 +258,13 @@ class Writer:
             return [f"T.mbarrier_arrive(empty[{stage}])"]
         return [f"T.mbarrier_arrive(empty[{stage}], {block})" for block in range(2)]
 
-    def _releases(self) -> dict:
-        return {
-            "release": self._release("(it + STAGES - 1) % STAGES"),
-            "release_last": self._release("(t * STEPS + STEPS - 1) % STAGES"),
-        }
+    def _release_last(self) -> list:
+        return self._release("(t * STEPS + STEPS - 1) % STAGES")
+
+    def _products(self, suffix: str = "") -> str:
+        """A tile's steps along K; a stage is given back while the next one is multiplied."""
+        release = self._release("(it + STAGES - 1) % STAGES")
+        return schedules.fill(schedules.PRODUCTS, mma=self._mma_async(suffix), release=release)
 
     # ---- schedules --------------------------------------------------------------------------------------------
 
@@ -350,8 +352,9 @@ class Writer:
     def _coop(self) -> str:
         consumers = schedules.fill(
             schedules.COOPERATIVE,
-            preload=self._preload(), mma=self._mma_async(), fence=self._fence("", 2), epilogue=self._epilogue("", 256),
-            drain=self._drain(256), where=self._where(), **self._releases(),
+            preload=self._preload(), products=self._products(), fence=self._fence("", 2),
+            epilogue=self._epilogue("", 256), drain=self._drain(256), where=self._where(),
+            release_last=self._release_last(),
         )  # fmt: skip
         return self._manual([""], [], 8, consumers)
 
@@ -361,9 +364,9 @@ class Writer:
                 schedules.TAKING_TURNS,
                 branch="elif tx < 256:  # even tiles" if w == 0 else "else:  # odd tiles",
                 parity="(s & 1) ^ 1" if w == 0 else "s & 1",
-                w=str(w), other=str(1 - w), preload=self._preload(str(w)), mma=self._mma_async(str(w)),
-                fence=self._fence(str(w), 1), epilogue=self._epilogue(str(w), 128), drain=self._drain(128),
-                where=self._where(), **self._releases(),
+                w=str(w), other=str(1 - w), preload=self._preload(str(w)),
+                products=self._products(str(w)), fence=self._fence(str(w), 1), epilogue=self._epilogue(str(w), 128),
+                drain=self._drain(128), where=self._where(), release_last=self._release_last(),
             )
             for w in range(2)
         )  # fmt: skip
