@@ -1,5 +1,7 @@
 """Pieces of generated source that the pointwise and the row template share: signature, loads, stores."""
 
+from collections.abc import Callable
+
 from fusescout.templates.dialect import Dialect
 from fusescout.templates.space import Operand
 
@@ -58,5 +60,7 @@ class Cells:
         name = self.used.setdefault(value, f"{self.prefix}{value}")
         return f"{name}[{self.at}]"
 
-    def lines(self) -> list:
-        return [f"{name} = {self.dialect.tile(self.shape)}" for name in self.used.values()]
+    def lines(self, allocate: Callable[[object, str], str] | None = None) -> list:
+        """Their allocations: tiles of the block, or what `allocate` makes of a shape and a dtype."""
+        allocate = allocate or self.dialect.tile
+        return [f"{name} = {allocate(self.shape, 'float32')}" for name in self.used.values()]

@@ -113,8 +113,8 @@ def tiled(
         f"first = bx // {along} % {across} * {step * repeats} + warp // {beside} * {WARP // found.lanes}"
         f" + lane // {found.lanes}",
         f"batch = bx // {along * across}",
-        *(f'{o.name}_r = T.alloc_local(({repeats}, {vector}), "{buffer_dtype(o, dialect)}")' for o in held),
-        *(line.replace("T.alloc_fragment", "T.alloc_local") for line in cells.lines()),
+        *(f"{o.name}_r = {_own((repeats, vector), buffer_dtype(o, dialect))}" for o in held),
+        *cells.lines(_own),
         f"for i in T.unroll({repeats}):",
     ]
     for o in space.inputs:
@@ -129,3 +129,8 @@ def tiled(
         lines += [*guard, f"{deeper}{loop(o)}", f"{deeper}    {place(o, row)} = {o.name}_r[i, v]"]
     launch = f"with {dialect.kernel(blocks, threads=config['threads'])} as bx:"
     return indent([launch], 1) + indent(flat(parameters, dialect), 2) + indent(lines, 2)
+
+
+def _own(shape: object, dtype: str) -> str:
+    """Allocation of values of one thread."""
+    return f'T.alloc_local({shape}, "{dtype}")'
