@@ -1,28 +1,20 @@
 """What a GEMM kernel asks of a GPU: shared memory that there is, and clusters only where grids allow them."""
 
 import pytest
-import tilelang
 import torch
 from config_spread import spread
 from fusescout.templates import gemm_epilogue
 from fusescout.templates import linear_cross_entropy
+from lowering import HOPPER
+from lowering import lowered
 from template_cases import trace
 from torch.nn import functional as F
 
-from fusescout.device import Device
-
-HOPPER = Device("cuda", "H200", "sm_90a", 132)
 SHARED_BYTES = 227 * 1024
 
 
 def meta(function, *shapes):
     return trace(function, tuple(torch.empty(s, dtype=torch.bfloat16, device="meta") for s in shapes))[0]
-
-
-def lowered(kernel):
-    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
-    with tilelang.tvm.transform.PassContext(opt_level=3, config=dict(kernel.pass_configs)), target:
-        return tilelang.lower(kernel.func, target=target)
 
 
 def shared_bytes(artifact):

@@ -7,6 +7,8 @@ import torch
 from cuda_on_cpu import compile_threads
 from fusescout.templates import gated_mlp
 from fusescout.templates import gemm_epilogue
+from lowering import HOPPER
+from lowering import lowered
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
@@ -21,7 +23,6 @@ from fusescout.regions import find_regions
 from fusescout.tolerance import Allowance
 
 CPU = Device("cpu", "cpu", "x86_64", 2)
-HOPPER = Device("cuda", "H200", "sm_90a", 132)
 
 
 def subgraph(function, *inputs):
@@ -252,15 +253,7 @@ def test_few_rows_get_schedules_of_their_own_and_not_one_alone():
 def cuda_source(template, graph, schedule, cluster=1):
     kinds = ((c["schedule"], c.get("cluster", 1), c) for c in template.configs(graph, HOPPER))
     config = next(c for s, k, c in kinds if (s, k) == (schedule, cluster))
-    return lowered(template.kernel(graph, config, HOPPER))
-
-
-def lowered(kernel):
-    import tilelang
-
-    target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
-    with tilelang.tvm.transform.PassContext(opt_level=3, config=dict(kernel.pass_configs)), target:
-        return tilelang.lower(kernel.func, target=target).kernel_source
+    return lowered(template.kernel(graph, config, HOPPER)).kernel_source
 
 
 SCHEDULES = {
@@ -308,7 +301,7 @@ def test_shared_steps_end_in_one_place_and_order(kind):
     graph = meta(function, *shapes)
     configs = [c for c in gemm_epilogue.configs(graph, HOPPER) if c["schedule"] == "split" and c["splits"] > 1]
     clustered = next(c for c in configs if c["join"] == "cluster")
-    source = lowered(gemm_epilogue.kernel(graph, clustered, HOPPER))
+    source = lowered(gemm_epilogue.kernel(graph, clustered, HOPPER)).kernel_source
     body = source[source.rindex('extern "C"') :]
     sums = body.index("a0[", body.index("warpgroup_wait"))
     assert "wgmma_ss<" in body and "tma_load(" in body and body.count("__syncthreads()") == 1
@@ -346,7 +339,7 @@ def test_dot_products_run_thread_by_thread_on_the_cpu(name, tmp_path):
         tensors = {"input": inputs, "output": outputs}
         columns = outputs[0].shape[-1]
         (folder := tmp_path / str(side)).mkdir()
-        launch = compile_threads(lowered(kernel), [p.name for p in kernel.params], folder)
+        launch = compile_threads(lowered(kernel).kernel_source, [p.name for p in kernel.params], folder)
         launch([tensors[p.role][p.index] for p in kernel.params], -(-columns // config["BN"]), config["threads"])
         eager, truth = reference.build(graph)(inputs), reference.build(graph, "float64")(inputs)
         for out, e, t in zip(outputs, eager, truth, strict=True):

@@ -3,19 +3,18 @@
 import re
 
 import pytest
-import tilelang
 import torch
 from cuda_on_cpu import compile_threads
 from fusescout.templates import pointwise
+from lowering import HOPPER
+from lowering import lowered
 from template_cases import randn
 from template_cases import trace
 from torch.nn import functional as F
 
 from fusescout import reference
-from fusescout.device import Device
 from fusescout.tolerance import Allowance
 
-HOPPER = Device("cuda", "H200", "sm_90a", 132)
 BF16 = torch.bfloat16
 
 
@@ -46,9 +45,7 @@ def test_patches_run_thread_by_thread(name, tmp_path):
     assert len(crosswise(graph)) == 3
     for number, config in enumerate(crosswise(graph)):
         kernel = pointwise.kernel(graph, config, HOPPER)
-        target = tilelang.tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
-        with tilelang.tvm.transform.PassContext(opt_level=3, config=dict(kernel.pass_configs)), target:
-            source = tilelang.lower(kernel.func, target=target).kernel_source
+        source = lowered(kernel).kernel_source
         assert f"*({'float4' if dtype == torch.float32 else 'uint4'}*)" in source
         outputs = [torch.empty_strided(o.shape, o.stride(), dtype=o.dtype) for o in eager]
         for o in outputs:
