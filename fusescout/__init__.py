@@ -8,7 +8,6 @@ handle.undo()
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -38,8 +37,8 @@ def __getattr__(name: str) -> Any:
     """Load a public name on first use: `import fusescout` must not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name not in ("Plan", "Session") and importlib.util.find_spec("torch") is None:
-        from fusescout.errors import MissingPackage
+    if name not in ("Plan", "Session"):
+        from fusescout.environment import require_torch
 
-        raise MissingPackage("torch", "torch")
+        require_torch()
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -14,7 +15,14 @@ from pathlib import Path
 
 from fusescout import __version__
 from fusescout.device import Device
+from fusescout.errors import MissingPackage
 from fusescout.session import Environment
+
+
+def require_torch() -> None:
+    """Raise `MissingPackage` if torch isn't installed; doesn't import it."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingPackage("torch", "torch")
 
 
 def describe(device: Device) -> Environment:

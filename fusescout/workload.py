@@ -18,8 +18,8 @@ from fusescout.admission import check_call
 from fusescout.admission import check_finite
 from fusescout.admission import check_materialised
 from fusescout.admission import check_model
+from fusescout.environment import require_torch
 from fusescout.errors import DeviceUnavailable
-from fusescout.errors import MissingPackage
 from fusescout.errors import UsageProblem
 from fusescout.nest import convert
 from fusescout.nest import tensors
@@ -179,12 +179,8 @@ def resolve_device(device: str | None) -> str | None:
         DeviceUnavailable: CUDA is asked for and torch can't use it, or there is no GPU of that number.
         MissingPackage: torch isn't installed.
     """
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingPackage("torch", "torch") from error
+    require_torch()
+    import torch
 
     if device is None or device == "cpu":
         return device

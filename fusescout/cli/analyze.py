@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from fusescout import environment
 from fusescout.cli import options
 from fusescout.cli.runfolder import place_for
 from fusescout.cli.runfolder import run_folder
@@ -78,7 +79,7 @@ def analyze(
     """
     terminal = options.terminal(context, quiet, verbose)
     config = options.config(context)
-    options.require_torch()
+    environment.require_torch()
     from fusescout.target import is_script
 
     rest = list(arguments or ())

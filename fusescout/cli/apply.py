@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fusescout import environment
 from fusescout.cli import options
 from fusescout.cli.analyze import TARGET_HELP
 from fusescout.cli.analyze import gate
@@ -40,7 +41,7 @@ def apply(
     Nothing is changed on disk. In your own code the same is `fusescout.patch(model, "plan.json")`.
     """
     terminal = options.terminal(context, quiet, verbose)
-    options.require_torch()
+    environment.require_torch()
     from fusescout.plan import Plan
 
     loaded = Plan.load(plan)

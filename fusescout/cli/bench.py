@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fusescout import environment
 from fusescout.cli import options
 from fusescout.errors import EXIT_GATE
 from fusescout.errors import EXIT_OK
@@ -56,7 +57,7 @@ def kernels(
     """
     terminal = options.terminal(context, quiet, verbose)
     config = options.config(context)
-    options.require_torch()
+    environment.require_torch()
     from fusescout.bench import cases
     from fusescout.bench import tables
     from fusescout.workload import resolve_device
@@ -141,7 +142,7 @@ def models(
 
     terminal = options.terminal(context, quiet, verbose)
     config = options.config(context)
-    options.require_torch()
+    environment.require_torch()
     _known("MODELS", names or (), known.names())
     _known("--suite", [suite], ("full", "short"))
     wanted = [SHORT_DTYPES.get(d, d) for d in (dtypes or config.dtype or "").split(",") if d]

@@ -94,13 +94,3 @@ def terminal(context: typer.Context, quiet: bool, verbose: bool) -> Terminal:
     assert isinstance(found, Terminal)
     found.quiet, found.verbose = quiet, verbose
     return found
-
-
-def require_torch() -> None:
-    """Raise `MissingPackage` if torch isn't installed; doesn't import it."""
-    from importlib.util import find_spec
-
-    from fusescout.errors import MissingPackage
-
-    if find_spec("torch") is None:
-        raise MissingPackage("torch", "torch")

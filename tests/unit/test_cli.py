@@ -91,7 +91,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fake:
     analysis.run = made.run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "fusescout.analysis", analysis)
     monkeypatch.setattr("fusescout.target.load", made.load)
-    monkeypatch.setattr("fusescout.cli.options.require_torch", lambda: None)
+    monkeypatch.setattr("fusescout.environment.require_torch", lambda: None)
     monkeypatch.setattr("fusescout.workerpool.Spare", Spare)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FUSESCOUT_CACHE_DIR", str(tmp_path / "cache"))

@@ -29,7 +29,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("fusescout.admission.check_model", lambda *_: None)
     monkeypatch.setattr("fusescout.workload.build", lambda model, *_, **__: model.kind)
     monkeypatch.setattr("fusescout.target.load", lambda *_, **__: pytest.fail("a script was taken for a model"))
-    monkeypatch.setattr("fusescout.cli.options.require_torch", lambda: None)
+    monkeypatch.setattr("fusescout.environment.require_torch", lambda: None)
     monkeypatch.chdir(tmp_path)
 
 
