@@ -120,10 +120,7 @@ class _Bench:
                 off = self.judge.hear(name, way.model)
                 self.ways.append(replace(way, note=f"By the rule for patched models it is off: {off}" if off else ""))
             except Exception as error:  # isolation boundary: a rival that can't run is a fact to report
-                leave_capture(self.workload.device)
-                if NO_SPACE in (reason := in_a_line(error)):
-                    raise DiskFull(name, reason) from error
-                self.failed.append(Rival(name=name, reason=reason))
+                self.failed.append(Rival(name=name, reason=self._failure(name, error)))
 
     def add_patched(self, plan: Plan, composition: Composition) -> None:
         """The patched model; entries that make it wrong are dropped first."""
@@ -148,16 +145,23 @@ class _Bench:
     def _try(self, plan: Plan) -> Way | str:
         """The patched model ready to be timed, or what is wrong with it."""
         backend, skipped = Backend(plan, cache_dir=self.config.cache_dir), _graphs_skipped()
+        name = f"patched, rest {plan.composition}"
         try:
             compiled = torch.compile(self.workload.model, backend=backend, dynamic=False)
-            way = _warm(f"patched, rest {plan.composition}", self.workload, compiled)
+            way = _warm(name, self.workload, compiled)
             if plan.composition == "cudagraph" and _graphs_skipped() > skipped:
                 return "Inductor refuses to capture it: it writes its inputs, or some of it runs on the CPU"
             verdict = self.judge.check(way.model)
         except Exception as error:  # isolation boundary: the framework's code stays where the patch can't run
-            leave_capture(self.workload.device)
-            return in_a_line(error)
+            return self._failure(name, error)
         return verdict if isinstance(verdict, str) else replace(way, backend=backend, composition=plan.composition)
+
+    def _failure(self, name: str, error: Exception) -> str:
+        """Why a way can't run; a full disk says nothing about it."""
+        leave_capture(self.workload.device)
+        if NO_SPACE in str(error):
+            raise DiskFull(name, str(error)) from error
+        return in_a_line(error)
 
     def _culprit(self, plan: Plan) -> str | None:
         """The entry that alone makes the model wrong with an eager rest, by bisection; None if it is not an entry."""
@@ -314,17 +318,11 @@ def _conclude(
             else "No patched form of the model passed its check"
         )
         verdict = f"Keep the framework code. {why}; eager takes {_ms(baseline)}."
-        return (
-            EndToEnd(
-                baseline=baseline,
-                baseline_peak_bytes=ways[0].peak_bytes,
-                noise=noise,
-                rivals=rivals,
-                dropped=dropped,
-                verdict=verdict,
-            ),
-            plan.emptied(),
-        )
+        unpatched = EndToEnd(
+            baseline=baseline, baseline_peak_bytes=ways[0].peak_bytes, noise=noise, rivals=rivals, dropped=dropped,
+            verdict=verdict,
+        )  # fmt: skip
+        return unpatched, plan.emptied()
     best = min(patched, key=lambda w: median_interval(samples[w.name]).mid)
     speedup = ratio(eager, samples[best.name])
     others = [w for w in ways if w.backend is None and w.name != "eager again"]

@@ -1,8 +1,10 @@
-"""What the Python calls refuse before anything runs, each with a sentence that says what to do."""
+"""What ends a Python call, each with a sentence that says what to do: no eager model, no torch, no room on a disk."""
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import os
 from typing import Any
 
 import pytest
@@ -10,10 +12,15 @@ import torch
 from torch import nn
 
 import fusescout
+from fusescout import endtoend
+from fusescout.config import Config
 from fusescout.errors import AlreadyCompiled
+from fusescout.errors import DiskFull
 from fusescout.errors import MissingPackage
 from fusescout.errors import UsageProblem
+from fusescout.modelcheck import ModelJudge
 from fusescout.plan import Plan
+from fusescout.workload import build
 
 X = torch.ones(2, 3)
 
@@ -49,7 +56,6 @@ def empty_plan() -> Plan:
 
 def test_a_patched_model_is_refused_until_the_patch_is_undone() -> None:
     from fusescout.probe import describe_device
-    from fusescout.workload import build
 
     model = nn.Linear(3, 3)
     handle = fusescout.patch(model, empty_plan().model_copy(update={"device_name": describe_device("cpu").name}))
@@ -71,3 +77,17 @@ def test_without_torch_the_calls_say_what_to_install(monkeypatch: pytest.MonkeyP
         with pytest.raises(MissingPackage, match="torch"):
             getattr(fusescout, call)
     assert fusescout.Plan is Plan
+
+
+@pytest.mark.parametrize("step", [lambda bench: bench.add_framework(), lambda bench: bench._try(empty_plan())])
+def test_a_full_disk_ends_the_comparison(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a rival nor the patched model is at fault then."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/inductor/k.so")
+
+    monkeypatch.setattr(endtoend, "_warm", full)
+    workload = build(nn.Linear(3, 3), (X,))
+    bench = endtoend._Bench(workload, Config(), ModelJudge(workload), lambda *_: None)
+    with pytest.raises(DiskFull, match="No space left"):
+        step(bench)
