@@ -16,7 +16,7 @@ from fusescout.report import wholemodel
 from fusescout.session import CandidateResult
 from fusescout.session import Session
 
-MAX_CANDIDATES, MAX_CARDS, MAX_KEPT, MAX_REJECTIONS, MAX_WARNINGS = 8, 3, 2, 3, 3
+MAX_CANDIDATES, MAX_CARDS, MAX_KEPT, MAX_REJECTIONS, MAX_WARNINGS = 8, 3, 1, 3, 3
 BEST, DIM = "bold green", "dim"
 
 

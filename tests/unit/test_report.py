@@ -78,7 +78,7 @@ def test_json_is_the_session_document(sample: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sample", SAMPLES)
 def test_text_fits_a_terminal(sample: str) -> None:
     lines = render(SAMPLES[sample](), "text").splitlines()
-    assert len(lines) <= 47
+    assert len(lines) <= 45
     commands = [line for line in lines if line.startswith("fusescout ")]
     assert commands
     if sample != "hostile":
