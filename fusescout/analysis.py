@@ -278,8 +278,11 @@ def _result(
 def _masks(count: int) -> str:
     if not count:
         return ""
-    subject = f"{count} attention masks are" if count > 1 else "One attention mask is"
-    return f"{subject} the same in every call, causal or empty: the patched model says is_causal or nothing instead."
+    subject = f"{count} attentions get their masks" if count > 1 else "One attention gets its mask"
+    return (
+        f"{subject} another way in the patched model: a constant one is left out (is_causal or nothing), and one that"
+        " fused kernels can't read is made dense."
+    )
 
 
 def _settings(config: Config, races: Mapping[str, RaceResult], folder: Path | None, notes: list[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ class Counters:
         self.relaid = 0
         """Graphs whose convolutions run channels-last."""
         self.masks = 0
-        """Constant attention masks left out."""
+        """Attention masks left out as constant, or made dense."""
         self.computed_once = 0
         """Operators that no longer run in every call, since no input decides what they give."""
         self.fallbacks: dict[str, str] = {}
@@ -38,7 +38,7 @@ class Counters:
         """What was changed, for a sentence."""
         parts = [_counted(self.sites, "site")]
         parts += ["convolutions channels-last"] if self.relaid else []
-        parts += [f"{_counted(self.masks, 'constant mask')} left out"] if self.masks else []
+        parts += [f"{_counted(self.masks, 'attention mask')} left out or made dense"] if self.masks else []
         parts += [f"{_counted(self.computed_once, 'operator')} fewer in a call"] if self.computed_once else []
         return ", ".join(parts)
 

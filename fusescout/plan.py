@@ -65,7 +65,7 @@ class Plan(BaseModel):
     memory_format: MemoryFormat = "preserved"
     """What convolutions run in; entries were found in graphs of this format."""
     constant_masks: bool = False
-    """Attention masks that are the same in every call are left out of the graphs."""
+    """Attention masks that are the same in every call are left out of the graphs, others made dense."""
     computed_once: bool = False
     """What no input decides is made once, not in every call; entries were found in graphs without it."""
     entries: list[Entry] = []

@@ -40,11 +40,12 @@ from fusescout.capture.autocast import state
 from fusescout.capture.autocast import uses_autocast
 from fusescout.capture.functional import make_functional
 from fusescout.capture.literals import fold_literals
-from fusescout.capture.masks import ATTENTION
+from fusescout.capture.mask_layout import lay_out_masks
 from fusescout.capture.masks import restore
 from fusescout.capture.masks import specialise_masks
 from fusescout.capture.recompute import drop_empty_policies
 from fusescout.capture.recompute import trace_region
+from fusescout.capture.visible import Visible
 from fusescout.errors import NotCapturable
 
 GIVES_BACK = frozenset(
@@ -53,7 +54,7 @@ GIVES_BACK = frozenset(
 """Operators that return their argument itself where there is nothing to do."""
 
 CONSTANT_MASKS = "constant_masks"
-"""Key of a captured module's `meta`: attention masks that are the same in every call and were left out."""
+"""Key of a captured module's `meta`: attention masks that were left out as constant, or made dense."""
 
 ACTS_ON_AUTOGRAD = frozenset({"register_hook", "retain_grad", "requires_grad_", "backward"})
 """Tensor methods that change no value: a retraced graph would silently lack them."""
@@ -105,23 +106,32 @@ def to_aten(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
 
 
 def _specialise(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Annotate the graph with constant attention masks gone, if attention then gives the same strides as with them."""
-    strides = {n: n.meta["val"].stride() for n in gm.graph.nodes if n.target is ATTENTION}
+    """Annotate the graph with constant attention masks gone and the others dense, if nobody can tell from outside.
+
+    Without its mask attention may give other strides (math and fused kernels differ), and so may what follows. That
+    shows in the strides of the graph's outputs, in views that no longer fit, and in who shares memory with whom.
+    """
+    names = {n.name for n in gm.graph.nodes}
+    before = Visible.of(gm)
     changed = specialise_masks(gm)
+    for node, arguments in lay_out_masks(gm).items():
+        changed.setdefault(node, arguments)
     try:
         _annotate(gm, example_inputs)
-        kept = all(node.meta["val"].stride() == strides[node] for node in changed)
+        kept = Visible.of(gm, names) == before
     except RuntimeError:
         if not changed:
             raise
         kept = False
-    if not kept:
+    if changed and not kept:
         restore(changed)
-        _annotate(gm, example_inputs)
-    elif changed:
-        gm.meta[CONSTANT_MASKS] = len(changed)
+    if changed:
         gm.graph.eliminate_dead_code(lambda node: node.is_impure() or node.op == "placeholder")
         gm.recompile()
+    if kept and changed:
+        gm.meta[CONSTANT_MASKS] = len(changed)
+    elif not kept:
+        _annotate(gm, example_inputs)
 
 
 class _Plain(fx.Interpreter):

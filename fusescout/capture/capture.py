@@ -62,7 +62,7 @@ class Capture:
 
     @property
     def constant_masks(self) -> int:
-        """Attention masks that were left out of the graphs, since they are the same in every call."""
+        """Attention masks that were left out of the graphs as constant, or made dense."""
         return sum(g.module.meta.get(CONSTANT_MASKS, 0) for g in self.graphs)
 
 

@@ -47,7 +47,7 @@ def specialise_masks(gm: fx.GraphModule) -> dict[fx.Node, Arguments]:
     values: dict[fx.Node, Tensor] = {}
     changed: dict[fx.Node, Arguments] = {}
     for node in gm.graph.nodes:
-        mask = _mask(node)
+        mask = mask_of(node)
         if mask not in constants:
             continue
         with _for_real():
@@ -61,10 +61,7 @@ def specialise_masks(gm: fx.GraphModule) -> dict[fx.Node, Arguments]:
         if not masks_nothing and not is_causal:
             continue
         changed[node] = (node.args, dict(node.kwargs))
-        named = dict(node.kwargs)
-        dropout = node.args[4] if len(node.args) > 4 else named.pop("dropout_p", 0.0)
-        named = {k: v for k, v in named.items() if k not in ("attn_mask", "is_causal")}
-        node.args, node.kwargs = (*node.args[:MASK], None, dropout, not masks_nothing), named
+        with_mask(node, None, is_causal=not masks_nothing)
     return changed
 
 
@@ -74,7 +71,7 @@ def restore(changed: dict[fx.Node, Arguments]) -> None:
         node.args, node.kwargs = args, kwargs
 
 
-def _mask(node: fx.Node) -> Any:
+def mask_of(node: fx.Node) -> Any:
     """The node of the mask that an attention takes, or None."""
     if node.target is not ATTENTION:
         return None
@@ -84,9 +81,9 @@ def _mask(node: fx.Node) -> Any:
 def _constants(gm: fx.GraphModule) -> set[fx.Node]:
     """Nodes whose value no input, parameter or random number decides, and that nothing writes to."""
     found: set[fx.Node] = set()
-    written = _written(gm)
+    touched = written(gm)
     for node in gm.graph.nodes:
-        if node.op != "call_function" or node in written or not _is_pure(node):
+        if node.op != "call_function" or node in touched or not _is_pure(node):
             continue
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.numel() > MAX_NUMEL:
@@ -96,7 +93,15 @@ def _constants(gm: fx.GraphModule) -> set[fx.Node]:
     return found
 
 
-def _written(gm: fx.GraphModule) -> set[fx.Node]:
+def with_mask(node: fx.Node, mask: fx.Node | None, *, is_causal: bool = False) -> None:
+    """Give an attention node another mask, in place."""
+    named = dict(node.kwargs)
+    dropout = node.args[4] if len(node.args) > 4 else named.pop("dropout_p", 0.0)
+    named = {k: v for k, v in named.items() if k not in ("attn_mask", "is_causal")}
+    node.args, node.kwargs = (*node.args[:MASK], mask, dropout, is_causal), named
+
+
+def written(gm: fx.GraphModule) -> set[fx.Node]:
     """Nodes that an operator may write to: its targets and all they are made of, since any of those may share memory.
 
     `m[:, 0].masked_fill_(padding, -inf)` changes `m` by way of a view.
