@@ -12,7 +12,9 @@ class Counters:
         self.replaced: dict[str, int] = {}
         """Sites replaced, by entry id."""
         self.relaid = 0
-        """Graphs whose convolutions run channels-last."""
+        """Graphs that run in another memory layout than the model was written in."""
+        self.layout = ""
+        """Which."""
         self.masks = 0
         """Attention masks left out as constant, or made dense."""
         self.computed_once = 0
@@ -37,7 +39,7 @@ class Counters:
     def described(self) -> str:
         """What was changed, for a sentence."""
         parts = [_counted(self.sites, "site")]
-        parts += ["convolutions channels-last"] if self.relaid else []
+        parts += [self.layout] if self.relaid else []
         parts += [f"{_counted(self.masks, 'attention mask')} left out or made dense"] if self.masks else []
         parts += [f"{_counted(self.computed_once, 'operator')} fewer in a call"] if self.computed_once else []
         return ", ".join(parts)

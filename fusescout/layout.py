@@ -1,4 +1,4 @@
-"""Decides whether a model's convolutions are analysed and patched channels-last: where they matter, by measuring.
+"""Decides in which memory layout a model is analysed and patched: where that matters, by measuring.
 
 The captured graphs are run both ways on their real inputs, interleaved. The faster way is the one in which regions are
 found and raced; the baseline of the end-to-end verdict stays the model as its author wrote it.
@@ -23,14 +23,14 @@ from fusescout.hoisting import hoist
 from fusescout.ir import Graph
 from fusescout.measure import interleave
 from fusescout.memory_format import channels_last
-from fusescout.memory_format import copy_of
 from fusescout.plan import MemoryFormat
+from fusescout.restride import copy_of
+from fusescout.row_major import row_major
+from fusescout.row_major import transposed
 from fusescout.session import Interval
 from fusescout.stats import ratio
 from fusescout.workload import Workload
 
-WORTH = 0.2
-"""Share of the step's time in convolutions from which another layout is tried."""
 ROUNDS, BUDGET_S = 15, 4.0
 
 
@@ -43,8 +43,45 @@ class Layout:
     note: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Another layout.
+
+    Attributes:
+        rewrite: brings a graph into it, in place; gives the reason if it can't.
+        matters: the nodes whose time says whether it is worth a try.
+        worth: their share of the step's time from which it is tried.
+        subject: what takes that share, in a note.
+        name: what it is called there.
+    """
+
+    rewrite: Callable[[fx.GraphModule], str]
+    matters: Callable[[CapturedGraph], list[str]]
+    worth: float
+    subject: str
+    name: str
+
+
+WAYS: dict[MemoryFormat, _Way] = {
+    "channels_last": _Way(
+        channels_last,
+        lambda g: [n.name for n in g.graph.nodes if op_class(n.target) == "conv"],
+        0.2,
+        "Convolutions take",
+        "channels-last",
+    ),
+    "row_major": _Way(
+        row_major,
+        lambda g: [n.name for n in transposed(g.module)],
+        0.03,
+        "Pointwise operators on transposed memory take",
+        "row-major",
+    ),
+}
+
+
 def choose(workload: Workload, capture: Capture, node_time_us: Callable[[int, str], float], step_us: float) -> Layout:
-    """Pick the memory format of a captured model.
+    """Pick the layout in which a captured model is faster than as it was written, if there is one.
 
     Args:
         workload: says the mode and device.
@@ -52,33 +89,45 @@ def choose(workload: Workload, capture: Capture, node_time_us: Callable[[int, st
         node_time_us: time of one node in one step, in µs.
         step_us: busy time of one step, in µs.
     """
-    preserved = Layout("preserved", capture)
+    best, notes, fastest = Layout("preserved", capture), [], 1.0
     if workload.mode != "inference" or not step_us:
-        return preserved
-    convolutions = [(g.index, n.name) for g in capture.graphs for n in g.graph.nodes if op_class(n.target) == "conv"]
-    share = sum(node_time_us(*c) for c in convolutions) / step_us
-    if share < WORTH:
-        return preserved
+        return best
+    for format_, way in WAYS.items():
+        share = sum(node_time_us(g.index, n) for g in capture.graphs for n in way.matters(g)) / step_us
+        if share < way.worth:
+            continue
+        relaid, reason = _relaid(capture, way.rewrite)
+        speedup = None if relaid is None else _compare(workload, capture.graphs, relaid.graphs)
+        notes.append(f"{way.subject} {share:.0%} of the step; {_finding(way.name, reason, speedup)}.")
+        if relaid is not None and speedup is not None and speedup.low > 1.0 and speedup.mid > fastest:
+            best, fastest = Layout(format_, relaid), speedup.mid
+    return replace(best, note=" ".join(notes))
+
+
+def _relaid(capture: Capture, rewrite: Callable[[fx.GraphModule], str]) -> tuple[Capture | None, str]:
+    """The graphs rewritten where that can be done; or else why none can."""
     relaid, reasons = [], []
     for graph in capture.graphs:
         module = copy_of(graph.module)
-        reason = channels_last(module)
-        if reason:
+        if reason := rewrite(module):
             reasons.append(reason)
             relaid.append(graph)
         else:
             relaid.append(replace(graph, module=module, graph=encoded(graph, module)))
-    note = f"Convolutions take {share:.0%} of the step"
-    if len(reasons) == len(capture.graphs):
-        return replace(preserved, note=f"{note}; they can't be run channels-last: {'; '.join(dict.fromkeys(reasons))}.")
-    speedup = _compare(workload, capture.graphs, relaid)
+    if len(reasons) == len(relaid):
+        return None, "; ".join(dict.fromkeys(reasons))
+    return replace(capture, graphs=tuple(relaid)), ""
+
+
+def _finding(name: str, reason: str, speedup: Interval | None) -> str:
+    if reason:
+        return f"they can't be run {name}: {reason}"
     if speedup is None:
-        return replace(preserved, note=f"{note}; channels-last they are several times slower, so the layout stays.")
+        return f"{name} they are several times slower, so the layout stays"
     times = f"{speedup.mid:.2f} times [{speedup.low:.2f}, {speedup.high:.2f}]"
     if speedup.low <= 1.0:
-        return replace(preserved, note=f"{note}; channels-last they are {times} as fast, so the layout stays.")
-    note = f"{note}; channels-last the eager graphs are {times} as fast, so chains were raced channels-last."
-    return Layout("channels_last", replace(capture, graphs=tuple(relaid)), note)
+        return f"{name} they are {times} as fast, so the layout stays"
+    return f"{name} the eager graphs are {times} as fast, so chains were raced {name}"
 
 
 def encoded(graph: CapturedGraph, module: fx.GraphModule) -> Graph:

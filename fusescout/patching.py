@@ -48,14 +48,15 @@ from fusescout.hoisting import Kept
 from fusescout.hoisting import hoist
 from fusescout.ir import Graph
 from fusescout.ir import Subgraph
+from fusescout.layout import WAYS
 from fusescout.livecall import live_call
-from fusescout.memory_format import channels_last
 from fusescout.newshapes import NewShapes
 from fusescout.newshapes import Policy
 from fusescout.newshapes import Replaceable
 from fusescout.once import Once
 from fusescout.once import compute_once
 from fusescout.operators import define
+from fusescout.plan import LAYOUTS
 from fusescout.plan import Composition
 from fusescout.plan import Entry
 from fusescout.plan import Plan
@@ -172,14 +173,15 @@ class Backend:
         return call
 
     def _relaid(self, number: int, aten: fx.GraphModule) -> bool:
-        """Bring the graph's convolutions into the plan's memory format; whether that changed anything."""
+        """Bring the graph into the plan's memory layout; whether that changed anything."""
         if self.plan.memory_format == "preserved":
             return False
-        reason = channels_last(aten)
+        reason = WAYS[self.plan.memory_format].rewrite(aten)
         if reason:
             self.counters.fallbacks[f"memory format of graph {number}"] = reason
             return False
         self.counters.relaid += 1
+        self.counters.layout = LAYOUTS[self.plan.memory_format]
         return True
 
     def _compose(

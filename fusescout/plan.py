@@ -23,7 +23,13 @@ from fusescout.session import write_atomic
 
 PLAN_VERSION = 1
 Composition = Literal["eager", "inductor", "cudagraph"]
-MemoryFormat = Literal["preserved", "channels_last"]
+MemoryFormat = Literal["preserved", "channels_last", "row_major"]
+LAYOUTS: dict[MemoryFormat, str] = {
+    "preserved": "",
+    "channels_last": "convolutions channels-last",
+    "row_major": "pointwise operators row-major",
+}
+"""How a sentence says that a model was patched so."""
 
 
 class Entry(BaseModel):
@@ -63,7 +69,7 @@ class Plan(BaseModel):
     composition: Composition = "eager"
     """How the part that isn't replaced runs."""
     memory_format: MemoryFormat = "preserved"
-    """What convolutions run in; entries were found in graphs of this format."""
+    """In which memory layout the model runs; entries were found in graphs of this layout."""
     constant_masks: bool = False
     """Attention masks that are the same in every call are left out of the graphs, others made dense."""
     computed_once: bool = False

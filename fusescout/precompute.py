@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from fusescout.capture import Capture
 from fusescout.layout import encoded
-from fusescout.memory_format import copy_of
 from fusescout.once import Once
 from fusescout.once import compute_once
+from fusescout.restride import copy_of
 
 
 def precompute(capture: Capture) -> tuple[Capture, tuple[Once, ...]]:

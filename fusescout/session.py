@@ -244,7 +244,7 @@ class EndToEnd(Record):
     error: ErrorStats | None = None
     composition: str = "eager"
     memory_format: str = "preserved"
-    """What the patched model's convolutions run in: "preserved" | "channels_last"."""
+    """The patched model's layout in memory: "preserved" | "channels_last" | "row_major"."""
     sites_patched: int = 0
     dropped: list[str] = []
     rivals: list[Rival] = []

@@ -15,12 +15,12 @@ from fusescout.device import Device
 from fusescout.ir import Subgraph
 from fusescout.layout import encoded
 from fusescout.memory_format import channels_last
-from fusescout.memory_format import copy_of
 from fusescout.plan import Entry
 from fusescout.plan import MemoryFormat
 from fusescout.plan import Plan
 from fusescout.probe import describe_device
 from fusescout.regions import find_regions
+from fusescout.restride import copy_of
 from fusescout.workload import Workload
 
 CPU = Device("cpu", "test", "x86", 1)

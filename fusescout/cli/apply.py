@@ -42,6 +42,7 @@ def apply(
     """
     terminal = options.terminal(context, quiet, verbose)
     environment.require_torch()
+    from fusescout.plan import LAYOUTS
     from fusescout.plan import Plan
 
     loaded = Plan.load(plan)
@@ -67,7 +68,7 @@ def apply(
         terminal.out(verdict.model_dump_json(indent=1))
     else:
         terminal.out(verdict.verdict)
-        layout = "" if kept.memory_format == "preserved" else ", convolutions channels-last"
+        layout = "" if kept.memory_format == "preserved" else f", {LAYOUTS[kept.memory_format]}"
         layout += ", what no input decides computed once" if kept.computed_once else ""
         hold = f"{len(kept.entries)} of {len(loaded.entries)} plan entries hold"
         terminal.out(f"{hold}, {verdict.sites_patched} sites patched{layout}.")

@@ -13,10 +13,10 @@ from fusescout.capture import capture
 from fusescout.hoisting import hoist
 from fusescout.layout import choose
 from fusescout.memory_format import channels_last
-from fusescout.memory_format import copy_of
 from fusescout.patching import patch
 from fusescout.plan import Plan
 from fusescout.probe import describe_device
+from fusescout.restride import copy_of
 from fusescout.workload import Workload
 
 
