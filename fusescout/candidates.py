@@ -24,6 +24,7 @@ from fusescout.regions import Region
 from fusescout.regions import find_regions
 from fusescout.session import Rejection
 from fusescout.session import Site
+from fusescout.sums import is_summed
 
 MIN_SHARE = 0.005
 """A chain whose largest possible gain is below this share of the step isn't raced: it is less than the noise floor."""
@@ -158,7 +159,7 @@ def lower_bound(subgraph: Subgraph, device: Device, seen_us: float = math.inf) -
     nbytes = float(sum(s.nbytes for s in (*subgraph.inputs, *subgraph.output_specs)))
     heavy = [op for op in subgraph.ops if op.name in GEMMS or op_class(op.target) == "conv"]
     compute_s = 0.0
-    if heavy:
+    if heavy and not is_summed(subgraph):
         dtype = next((op.out.dtype for op in heavy if isinstance(op.out, TensorSpec)), "float32")
         rates = device.flops_per_s
         rate = rates.get(dtype) or max(rates.values(), default=0.0)

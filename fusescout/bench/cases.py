@@ -179,6 +179,18 @@ def _reduction(chain: str, *shape: int, last: bool = False, shapes: str = "full"
     return Case("reduction", chain, title, (_x(*shape, order=order),), shapes)
 
 
+def _summed(m: int, n: int, k: int, shapes: str = "full") -> Case:
+    """A linear whose columns are only averaged."""
+    return Case("sum", "linear_mean", _by(m, n, k), (_x(m, k), _weight(n, k), _w(n)), shapes)
+
+
+def _pooled(batch: int, cin: int, cout: int, side: int, shapes: str = "full") -> Case:
+    """A transposed 3x3 convolution whose pixels are only averaged."""
+    weight = Tensor((cin, cout, 3, 3), (9 * cin) ** -0.5, weight=True)
+    title = f"{_by(batch, cin, side, side)}→{cout} k3"
+    return Case("sum", "conv_transpose_mean", title, (_x(batch, cin, side, side), weight, _w(cout)), shapes)
+
+
 CASES: tuple[Case, ...] = (
     _gemm(8192, 3072, 768, "bias_gelu_tanh"),
     _gemm(4096, 4096, 4096, "bias_relu"),
@@ -239,6 +251,8 @@ CASES: tuple[Case, ...] = (
     _reduction("relu_max_pool", 64, 64, 112, 112, last=True),
     _reduction("gelu_mean_pool", 64, 768, 56, 56),
     _reduction("gelu_mean_pool", 64, 768, 56, 56, last=True),
+    _summed(2048, 8192, 8192),
+    _pooled(32, 128, 256, 56),
     *(
         _gemm(*size, chain, "all")
         for size in (
@@ -265,6 +279,8 @@ CASES: tuple[Case, ...] = (
     _group_norm("group_norm_silu", 2, 64, 16, shapes="quick"),
     _conv("conv_bn_relu", 2, 16, 16, 28, shapes="quick"),
     _reduction("gelu_mean_pool", 4, 64, 28, 28, shapes="quick"),
+    _summed(64, 96, 32, "quick"),
+    _pooled(2, 8, 16, 9, "quick"),
 )
 
 

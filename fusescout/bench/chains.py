@@ -175,3 +175,11 @@ def relu_max_pool(x: Tensor) -> Tensor:
 
 def gelu_mean_pool(x: Tensor) -> Tensor:
     return F.gelu(x).mean((2, 3))
+
+
+def linear_mean(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.linear(x, w, b).mean(-1, keepdim=True)
+
+
+def conv_transpose_mean(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.conv_transpose2d(x, w, b, padding=1).mean((2, 3))

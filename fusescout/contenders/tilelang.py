@@ -24,6 +24,7 @@ from fusescout.contenders.pointwise_convolution import Product
 from fusescout.contenders.pointwise_convolution import as_product
 from fusescout.contenders.preparing import prepared
 from fusescout.contenders.repro import script
+from fusescout.contenders.summed_rows import as_rows
 from fusescout.convolution import CONVOLUTIONS
 from fusescout.device import Device
 from fusescout.errors import ContenderFailed
@@ -175,7 +176,7 @@ def _is_meant(family: str, graph: Subgraph) -> bool:
 def _product(graph: Subgraph) -> Product | Tail | str | None:
     """What a chain with a convolution is to a template: a matrix product, or what follows. None for one without."""
     if not any(op.name in CONVOLUTIONS for op in graph.ops):
-        return None
+        return as_rows(graph)
     product = as_product(graph)
     if isinstance(product, Product):
         return product

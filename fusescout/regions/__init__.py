@@ -27,6 +27,7 @@ from fusescout.regions.rows import SOFTMAXES
 from fusescout.regions.rows import find_rows
 from fusescout.regions.rows import row_form
 from fusescout.regions.shared import find_shared
+from fusescout.regions.sums import find_sums
 
 MAX_INPUTS = 12
 PREPARING = ("conv_epilogue", "gemm_shared_input")
@@ -77,6 +78,8 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
         if node.op in CONVOLUTIONS and node.is_op and isinstance(node.out, TensorSpec):
             for names in _behind_convolution(flow, node):
                 add("conv_epilogue", names)
+    for family, names in find_sums(graph):
+        add(family, names)
     for names in find_rows(flow):
         add("rowwise", names)
         add("conv_epilogue", and_convolutions(graph, names))

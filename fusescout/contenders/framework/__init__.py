@@ -32,6 +32,7 @@ from fusescout.contenders.framework.one_product import kept_bytes
 from fusescout.contenders.framework.one_product import one_product
 from fusescout.contenders.framework.shared_bias import shared_bias
 from fusescout.contenders.framework.spelled import spelled_out
+from fusescout.contenders.framework.summed import summed
 from fusescout.contenders.framework.surgery import Step
 from fusescout.contenders.preparing import prepared
 from fusescout.device import Device
@@ -41,7 +42,8 @@ from fusescout.reference import build
 from fusescout.reference import to_source
 
 RULES: tuple[Callable[[Subgraph], Step | None], ...] = (
-    spelled_out, affine, attention, folded_affine, folded_batch_norm, shared_bias, one_product, chunked_loss,
+    spelled_out, affine, attention, folded_affine, folded_batch_norm, shared_bias, summed, one_product,
+    chunked_loss,
 )  # fmt: skip
 DEVICE_RULES: dict[str, tuple[Callable[[Subgraph], Step | None], ...]] = {
     "cuda": (gemm_activation, cudnn_convolution),

@@ -43,7 +43,7 @@ def folded_affine(graph: Subgraph) -> Step | None:
     A batch norm alone behind a convolution is left to `folded_batch_norm`.
     """
     for value, op in numbered(graph):
-        read = _read(graph, op)
+        read = read_product(graph, op)
         if read is None or not all(is_constant(graph, p) for p in (read.weight, *_given(read.bias))):
             continue
         chain = _chain(graph, value, 1 if op.name in convolution.CONVOLUTIONS else len(graph.tensor(value).shape) - 1)
@@ -62,7 +62,7 @@ def _given(value: int | None) -> tuple[int, ...]:
     return () if value is None else (value,)
 
 
-def _read(graph: Subgraph, op: Op) -> Convolution | None:
+def read_product(graph: Subgraph, op: Op) -> Convolution | None:
     """Operands of a convolution, or of a linear as one without spatial dimensions."""
     if op.name != "linear":
         return convolution.read(graph, op)

@@ -1,0 +1,120 @@
+"""Sums over what linears and convolutions give, taken before the product: found, right, and without the product."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from template_cases import trace
+from torch import nn
+from torch.nn import functional as F
+
+from fusescout.candidates import lower_bound
+from fusescout.capture import capture
+from fusescout.contenders.framework import Framework
+from fusescout.contenders.framework import rewrites
+from fusescout.contenders.tilelang import TileLang
+from fusescout.device import Device
+from fusescout.ir import Subgraph
+from fusescout.regions import find_regions
+from fusescout.sums import is_summed
+from fusescout.verify import Verifier
+from fusescout.workload import Workload
+
+CPU = Device("cpu", "test", "x86", 1)
+ROWS, PIXELS, VOLUME = ((4, 16, 96), (48, 96), (48,)), (2, 6, 9, 11), (2, 6, 5, 6, 7)
+CASES = {
+    "columns": (lambda x, w, b: F.linear(x, w, b).mean(-1, keepdim=True), *ROWS),
+    "columns, added up": (lambda x, w, b: F.linear(x, w, b).sum(2), *ROWS),
+    "columns, scaled": (lambda x, w, b, c: ((F.linear(x, w, b) - c) * 2).mean(2), *ROWS, (48,)),
+    "rows and columns": (lambda x, w, b: F.linear(x, w, b).mean((0, 1, 2)), *ROWS),
+    "rows": (lambda x, w, b: F.linear(x, w, b).mean(1), *ROWS),
+    "rows, added up": (lambda x, w: F.linear(x, w).sum((0, 1), keepdim=True), *ROWS[:2]),
+    "all pixels": (lambda x, w, b: F.conv2d(x, w, b).mean((2, 3)), PIXELS, (8, 6, 3, 3), (8,)),
+    "padded, strided": (lambda x, w: F.conv2d(x, w, None, 2, 1).sum((2, 3)), PIXELS, (8, 6, 3, 3)),
+    "padded, groups": (lambda x, w, b: F.conv2d(x, w, b, 1, 1, 1, 2).mean((2, 3), True), PIXELS, (8, 3, 3, 3), (8,)),
+    "transposed": (lambda x, w, b: F.conv_transpose3d(x, w, b).mean((2, 3, 4)), VOLUME, (6, 8, 3, 3, 3), (8,)),
+    "one dimension": (
+        lambda x, w, b: F.conv_transpose3d(x, w, b, 1, 1).mean(2, keepdim=True), VOLUME, (6, 8, 3, 3, 3), (8,)
+    ),
+    "one, strided": (lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1).mean(3), PIXELS, (6, 8, 3, 3), (8,)),
+    "groups, transposed": (
+        lambda x, w, b: F.conv_transpose2d(x, w, b, 1, 0, 0, 2).mean((2, 3)), PIXELS, (6, 4, 3, 3), (8,)
+    ),
+    "pooled": (
+        lambda x, w, b: F.adaptive_avg_pool2d(F.conv_transpose2d(x, w, b) * 1.5, 1), PIXELS, (6, 8, 3, 3), (8,)
+    ),
+}  # fmt: skip
+
+
+def traced(name: str, dtype: torch.dtype) -> tuple[Subgraph, list[torch.Tensor]]:
+    """A case's sub-graph, all but the first input constant, and its inputs."""
+    function, *shapes = CASES[name]
+    generator = torch.Generator().manual_seed(1)
+    given = [torch.randn(s, generator=generator) / (s[1] ** 0.5 if k == 1 else 1) for k, s in enumerate(shapes)]
+    given = [t.to(dtype) for t in given]
+    graph, inputs = trace(function, tuple(given))
+    inputs_of = tuple(replace(s, constant=t is not given[0]) for s, t in zip(graph.inputs, inputs, strict=True))
+    return replace(graph, inputs=inputs_of), inputs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_sum_taken_before_the_product_is_right_also_for_infinities(name: str, dtype: torch.dtype) -> None:
+    graph, inputs = traced(name, dtype)
+    steps = rewrites(graph, CPU)
+    assert steps[-1][0].split()[1:] == ["before", "linear" if graph.ops[0].name == "linear" else "convolution"]
+    built = Framework().build(graph, {"calls": [s[0] for s in steps]}, CPU)
+    assert Verifier(graph, inputs, "cpu").check(built.run, "full").reason == ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_kernel_for_rows_adds_up_columns(dtype: torch.dtype, tmp_path: Path) -> None:
+    graph, inputs = traced("columns, scaled", dtype)
+    contender = TileLang(cache_dir=tmp_path)
+    variants = contender.variants(graph, CPU, "quick")
+    assert variants[0]["template"] == "rowwise"
+    built = contender.build(graph, variants[0], CPU)
+    assert Verifier(graph, inputs, "cpu").check(built.run, "full").reason == ""
+
+
+def test_a_product_that_is_only_added_up_is_found_and_not_bound_by_its_operations() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.ConvTranspose2d(4, 8, 3, bias=False), nn.BatchNorm2d(8)
+            self.head, self.shift = nn.Linear(8, 32), nn.Parameter(torch.randn(32))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pooled = F.adaptive_avg_pool2d(self.norm(self.conv(x) * 2), 1).flatten(1)
+            return torch.relu((self.head(torch.relu(pooled)) - self.shift).mean(1))
+
+    (captured,) = capture(Workload(Model().eval(), (torch.randn(2, 4, 9, 9),))).graphs
+    found = [captured.graph.subgraph(r.nodes)[0] for r in find_regions(captured.graph)]
+    chains = [g.chain for g in found if is_summed(g)]
+    assert ("linear", "sub", "mean") in chains
+    assert ("conv_transpose2d", "mul", "batch_norm", "adaptive_avg_pool2d") in chains
+    device = Device("cuda", "H", "sm_90a", 132, 4e12, {"float32": 5e13}, 4.0, 50 << 20)
+    for graph in found:
+        bound, _, nbytes = lower_bound(graph, device)
+        if is_summed(graph):
+            assert bound == pytest.approx(nbytes / 4e6)
+
+
+def test_sums_that_need_the_product_are_left() -> None:
+    def channels(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, w).mean((1, 2, 3))
+
+    def both(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (y := F.linear(x, w)), y.sum(1)
+
+    def bent(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, w).relu().sum(1)
+
+    for function, *shapes in ((channels, PIXELS, (8, 6, 3, 3)), (both, (4, 8), (6, 8)), (bent, (4, 8), (6, 8))):
+        graph, _ = trace(function, tuple(torch.randn(s) for s in shapes))
+        graph = replace(graph, inputs=tuple(replace(s, constant=k == 1) for k, s in enumerate(graph.inputs)))
+        assert not is_summed(graph)
+        assert not [s for s, _ in rewrites(graph, CPU) if "before" in s]
