@@ -20,6 +20,8 @@ from fusescout.templates.rowwise_cpu import CpuRows
 from fusescout.templates.rowwise_cuda import CudaRows
 from fusescout.templates.rowwise_cuda import runs_across
 from fusescout.templates.rowwise_passes import crossing
+from fusescout.templates.rowwise_strips import Strips
+from fusescout.templates.rowwise_strips import is_striped
 from fusescout.templates.source import build
 from fusescout.templates.space import even_runs
 
@@ -77,12 +79,24 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
         if columns % vector:  # rows between vectors need more registers
             steps = [(512, 1, 2), (1024, 1, 1), (256, 1, 4), (512, 2, 1), (512, 2, 2)]
         walks = [_config(t, t * vector * k, 1, False) | {"blocks": b} for t, k, b in steps if t * vector * k < columns]
+        striped = _held(columns, held, vector) + [w | {"strip": vector, "unroll": 2} for w in walks[:3]]
+        walked = read(graph, True, False)[0]
+        walks = [*(w for w in striped if is_striped(walked, w)), *walks]
         chosen = walks + chosen if columns > 32768 else chosen[:2] + walks + chosen[2:]
     return chosen
 
 
 def _config(threads: int, width: int, rows: int, keep: bool) -> dict:
     return {"threads": threads, "width": width, "rows": rows, "keep": keep}
+
+
+def _held(columns: int, words: float, vector: int) -> list:
+    """Walks whose rows stay in registers as they are in memory, `words` registers an element."""
+    for threads, blocks in ((512, 2), (1024, 1)):
+        if columns / threads * words <= 32:
+            held = {"strip": vector, "held": True, "blocks": blocks}
+            return [_config(threads, threads * vector * k, 1, False) | held for k in (1, 2)]
+    return []
 
 
 def _across(stage: Rows, vector: int) -> list:
@@ -140,4 +154,5 @@ def _written(stage: Rows, config: Config, dialect: Dialect) -> str:
     if dialect.cpu:
         fits = 4 * stage.columns * max(1, len(kept)) <= CPU_BUFFER_BYTES
         return CpuRows(stage, kept if fits else [], dialect, config).body()
-    return CudaRows(stage, kept, dialect, config).body()
+    writer = Strips if is_striped(stage, config) else CudaRows
+    return writer(stage, kept, dialect, config).body()

@@ -38,7 +38,7 @@ class CudaRows(Passes):
             self.crossing = []
         self.across = runs_across(self.space)
         self.tile = (self.width, self.count) if self.across else (self.count, self.width)
-        self.place = "j, i" if self.across else "i, j"
+        self.place, self.spot = "j, i" if self.across else "i, j", "j"
         self.loop = f"for {self.place} in {self.dialect.parallel(*self.tile)}:"
         self.staged = {o.name for o in self.full_inputs() if o.spec.aligned}
         blocks = -(-self.rows.rows // self.count)
@@ -89,12 +89,10 @@ class CudaRows(Passes):
     # -- tiles
     def _tiles(self) -> list:
         tile, line = self.tile, (self.count,)
-        make = [
-            (f"{o.name}_r", tile, buffer_dtype(o, self.dialect)) for o in self.full_inputs() if o.name in self.staged
-        ]
+        make = self._input_tiles()
         full = [o for level in range(self.rows.last_level + 1) for o, _ in self.outputs(level, per_row=False)]
         make += [(f"{o.name}_r", tile, buffer_dtype(o, self.dialect)) for o in full]
-        make += [(f"t{r}", tile, "float32") for r in self.rows.reductions]
+        make += self._partial_tiles()
         make += [(f"s{r}", line, "float32") for r in self.rows.reductions]
         make += [(f"c{v}", tile, self._dtype(v)) for v in self.crossing]
         for level in range(self.rows.last_level + 1):
@@ -140,17 +138,17 @@ class CudaRows(Passes):
         return Span(spot, spot, f"{spot} < {self.columns}" if last else "")
 
     def _whole_span(self) -> Span:
-        return self._span("j", True, self.width != self.columns)
+        return self._span(self.spot, True, self.width != self.columns)
 
     def _head_span(self) -> Span:
         """A tile that is full: the first one, or the second where the first one starts in front of the row."""
-        return self._span(f"({self.width} + j)" if self.slant else "j", False, False)
+        return self._span(f"({self.width} + {self.spot})" if self.slant else self.spot, False, False)
 
     def _load(self, o, span: Span) -> list:
         """Lines that bring an input's tile in."""
         if o.name not in self.staged:
             return []
-        return [self.loop, f"    {o.name}_r[{self.place}] = {self._global(o, span)}"]
+        return [self.loop, f"    {self._staged(o)}[{self.place}] = {self._global(o, span)}"]
 
     def _element(self, o, span: Span) -> str:
         if self.slant and o.name in self.slant.operands:
@@ -172,7 +170,7 @@ class CudaRows(Passes):
         kept = [] if only else [v for v in self.crossing if self.rows.levels[v] == level]
         at = f"[{self.place}]"
         targets = [r.operand for r in reductions] + [v for _, v in outputs] + kept
-        element = lambda o: f"{o.name}_r{at}" if o.name in self.staged else self._global(o, span)  # noqa: E731
+        element = lambda o: f"{self._staged(o)}{at}" if o.name in self.staged else self._global(o, span)  # noqa: E731
         lines, values, read = self.chain(targets, known, element)
         for r in reductions:
             lines += self._accumulate(r, values[r.operand], span.inside, bool(only))
@@ -180,6 +178,7 @@ class CudaRows(Passes):
         lines += [f"{o.name}_r{at} = {stored(values[v], o, self.dialect)}" for o, v in outputs]
         text = [line for o in read for line in self._load(o, span)] if load else []
         text += [self.loop, *("    " + line for line in lines)]
+        text += [] if only else self._merge(level)
         for o, _ in outputs:
             store = f"{self._element(o, span)} = {o.name}_r{at}"
             text += [self.loop, *([f"    if {span.inside}:", f"        {store}"] if span.inside else [f"    {store}"])]
@@ -206,6 +205,31 @@ class CudaRows(Passes):
             f"{top} = " + (f"where({inside}, {highest}, m{r.value})" if inside else highest),
         ]
 
+    def _staged(self, o) -> str:
+        """The tile that an input is loaded into."""
+        return f"{o.name}_r"
+
+    def _input_tiles(self) -> list:
+        staged = [o for o in self.full_inputs() if o.name in self.staged]
+        return [(self._staged(o), self.tile, buffer_dtype(o, self.dialect)) for o in staged]
+
+    def _partial_tiles(self) -> list:
+        """Name, shape and dtype of what reductions are partially in."""
+        return [(f"t{r}", self.tile, "float32") for r in self.rows.reductions]
+
+    def _starts(self, level: int) -> list:
+        """Lines before a walk: its reductions' partial results."""
+        later = self._later(level)
+        return [line for r in later for line in (self.loop, f"    t{r.value}[{self.place}] = {self.start(r)}")]
+
+    def _chunks(self, number: int) -> str:
+        """The loop over the chunks of a walk."""
+        return f"T.serial({number})"
+
+    def _merge(self, level: int) -> list:
+        """Lines after a chunk of a walk."""
+        return []
+
     def _has_work(self, level: int) -> bool:
         kept = any(self.rows.levels[v] == level for v in self.crossing)
         return bool(self._later(level) or self.outputs(level, per_row=False) or kept)
@@ -220,20 +244,18 @@ class CudaRows(Passes):
         """A pass over rows in chunks."""
         if not self._has_work(level):
             return []
-        lines = []
-        for r in self._later(level):
-            lines += [self.loop, f"    t{r.value}[{self.place}] = {self.start(r)}"]
+        lines = self._starts(level)
         full, tail = divmod(self.columns, self.width)
         first, back = bool(self.slant), level > 0
         chunk = f"{full - 1} - k" if back else "k + 1" if first else "k"
-        steps = [self._span(f"(({chunk}) * {self.width} + j)", False, False)]
+        steps = [self._span(f"(({chunk}) * {self.width} + {self.spot})", False, False)]
         if first:
-            steps.insert(0, self._span("j", True, False))
+            steps.insert(0, self._span(self.spot, True, False))
         if tail or first:
-            steps.append(self._span(f"({full * self.width} + j)", False, True))
+            steps.append(self._span(f"({full * self.width} + {self.spot})", False, True))
         for span in reversed(steps) if back else steps:  # back to front: what was read last is in the cache
             step = self._step(level, known, span, load=True)
             if "k" in span.spot:
-                step = [f"for k in T.serial({full - first}):", *("    " + line for line in step)]
+                step = [f"for k in {self._chunks(full - first)}:", *("    " + line for line in step)]
             lines += step
         return lines

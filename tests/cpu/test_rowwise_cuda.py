@@ -10,6 +10,8 @@ from fusescout.templates.dialect import Dialect
 from fusescout.templates.rows import read
 from fusescout.templates.rowwise_cuda import CudaRows
 from fusescout.templates.rowwise_passes import crossing
+from fusescout.templates.rowwise_strips import Strips
+from fusescout.templates.rowwise_strips import is_striped
 from fusescout.templates.source import build
 from row_cases import ROWS
 from row_cases import targets
@@ -35,7 +37,7 @@ def kernel(graph, config):
     stages = read(graph, config["width"] < read(graph, False, True)[0].columns, True)
     single = {"threads": 1, "width": 64, "rows": 1, "keep": False}
     bodies = [
-        CudaRows(s, crossing(s) if c["keep"] else [], dialect, c).body()
+        (Strips if is_striped(s, c) else CudaRows)(s, crossing(s) if c["keep"] else [], dialect, c).body()
         for s, c in zip(stages, (config, single), strict=False)
     ]
     operands = {o.buffer: o for s in stages for o in s.space.operands}.values()
@@ -45,9 +47,9 @@ def kernel(graph, config):
     return Kernel(build(text, name), tuple(o.param for o in operands), text, dialect.pass_configs)
 
 
-def conform(case, width, rows, folder, keep=True):
+def conform(case, width, rows, folder, keep=True, **more):
     graph, inputs = case.traced()
-    made = kernel(graph, {"threads": 1, "width": width, "rows": rows, "keep": keep})
+    made = kernel(graph, {"threads": 1, "width": width, "rows": rows, "keep": keep} | more)
     run, eager = bind(graph, made, compile_cpu(made, folder, "-O1"), CPU), reference.build(graph)
     source = InputSource(graph, inputs, "cpu", 0)
     for name in ("captured", "shuffled", "nan", "+inf", "-inf", "large"):
@@ -114,3 +116,14 @@ def test_rows_that_start_between_vectors(case, width, folder):
 
 def test_values_that_are_not_kept_are_computed_again(folder):
     conform(KNOWN["layer_norm"], 768, 1, folder, keep=False)
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize(
+    "case", [WALKED[0], WALKED[2], *SLANTED[:2]], ids=lambda c: f"{c.name} {c.inputs()[0].shape[1]}"
+)
+def test_strips_of_one_thread(case, held, folder):
+    """Rows between vectors hold what is in front of them and behind: neither may be seen."""
+    source = conform(case, 64, 1, folder, keep=False, strip=4, held=held)
+    assert "dim=2" in source
+    assert ("in0_r3" in source) == held

@@ -109,7 +109,11 @@ def test_a_bias_joins_what_follows_its_convolution(last, dtype, contender):
     "case",
     [
         *(c for c in POINTWISE + ROWWISE if c.name in ("bias_gelu", "crosswise", "layer_norm")),
-        *(c for c in ROWS + WIDE if c.name in ("softmax_channels", "wide_group_norm", "wide_log_softmax")),
+        *(
+            c
+            for c in ROWS + WIDE
+            if c.name in ("softmax_channels", "wide_group_norm", "wide_log_softmax", "wide_cross_entropy")
+        ),
     ],
     ids=lambda c: c.name,
 )
