@@ -126,7 +126,9 @@ def rank(
 def _is_the_librarys(
     family: str, subgraph: Subgraph, device: Device, refusal: Callable[[str, Subgraph], str | None]
 ) -> bool:
-    """A float32 product alone, on a device that has no other way to compute it."""
+    """Built-in attention, or a float32 product alone, on a device that has no other way to compute it."""
+    if family == "attention" and any(op_class(op.target) == "attention" for op in subgraph.ops):
+        return device.kind != "cuda" or refusal(family, subgraph) is not None
     alone = [op for op in subgraph.ops if op_class(op.target) != "view"]
     if len(alone) != 1 or alone[0].name not in GEMMS or subgraph.output_specs[0].dtype != "float32":
         return False
@@ -157,7 +159,7 @@ def lower_bound(subgraph: Subgraph, device: Device, seen_us: float = math.inf) -
     """
     flops = sum(cost(op, [subgraph.value(i) for i in op.inputs])[0] for op in subgraph.ops)
     nbytes = float(sum(s.nbytes for s in (*subgraph.inputs, *subgraph.output_specs)))
-    heavy = [op for op in subgraph.ops if op.name in GEMMS or op_class(op.target) == "conv"]
+    heavy = [op for op in subgraph.ops if op.name in GEMMS or op_class(op.target) in ("conv", "attention")]
     compute_s = 0.0
     if heavy and not is_summed(subgraph):
         dtype = next((op.out.dtype for op in heavy if isinstance(op.out, TensorSpec)), "float32")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusescout.convolution import CONVOLUTIONS
+from fusescout.flops import op_class
 from fusescout.ir import FLOATS
 from fusescout.ir import Op
 from fusescout.ir import Ref
@@ -91,6 +92,9 @@ class InputSource:
         Parameters of convolutions and batch norms, and constants that are multiplied or added behind a convolution or
         linear, are the captured ones at other places in every case: scaled, infinite or negative ones are no model's,
         and a folded weight need not do with them what the two operators do.
+
+        The values of causal attention get NaN and infinities at their first position, which every query sees: what a
+        hidden one does (0 * NaN) depends on how many positions a library's kernel takes at a time.
         """
         if self.captured is None and case in ("captured", "like", "shuffled"):
             case = "normal"
@@ -103,7 +107,7 @@ class InputSource:
             if role and case != "captured":
                 value = _value("normal" if seen is None else "shuffled", spec, seen, generator)
             else:
-                value = _value(case, spec, seen, generator)
+                value = _value(case, spec, seen, generator, seen_by_all=_is_causal_value(self.graph, k))
             if role == "variance" and seen is None:
                 value = value.abs() + 2**-6
             if draw and spec.dtype in FLOATS:
@@ -131,8 +135,25 @@ def _is_data(op: Op, index: int) -> bool:
     return op.name in (*CONVOLUTIONS, "batch_norm") and op.args[0] == Ref(index)
 
 
-def _value(case: str, spec: TensorSpec, seen: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Values on the generator's device in the spec's dtype; the shape may have size 1 where the stride is 0."""
+def _is_causal_value(graph: Subgraph, index: int) -> bool:
+    """Whether causal attention takes this input as its values, at most after views that repeat heads."""
+    reach = {index}
+    for value, op in enumerate(graph.ops, len(graph.inputs)):
+        causal = op.kwarg("is_causal", op.args[5] if len(op.args) > 5 else False)
+        if op_class(op.target) == "attention" and causal is True and op.args[2] in {Ref(v) for v in reach}:
+            return len(graph.inputs[index].shape) > 2
+        if reach & set(op.inputs) and op_class(op.target) in ("view", "copy"):
+            reach.add(value)
+    return False
+
+
+def _value(
+    case: str, spec: TensorSpec, seen: Tensor | None, generator: torch.Generator, seen_by_all: bool = False
+) -> Tensor:
+    """Values on the generator's device in the spec's dtype; the shape may have size 1 where the stride is 0.
+
+    `seen_by_all` puts NaN and infinities at place 0 of the last dimension but one only.
+    """
     shape = [1 if s == 0 else n for n, s in zip(spec.shape, spec.stride, strict=True)]
     distinct = None if seen is None else _distinct(seen, spec)
     dtype = getattr(torch, spec.dtype)
@@ -143,9 +164,9 @@ def _value(case: str, spec: TensorSpec, seen: Tensor | None, generator: torch.Ge
         value = normal.to(dtype)
         for special in {"special": ("nan", "+inf", "-inf"), "normal": ()}.get(case, (case,)):
             if value.numel() > 0:
-                value.view(-1)[
-                    int(torch.randint(value.numel(), (1,), generator=generator, device=generator.device))
-                ] = float(special)
+                part = value.select(-2, 0) if seen_by_all else value
+                at = torch.randint(part.numel(), (1,), generator=generator, device=generator.device)
+                part[tuple(torch.unravel_index(at, part.shape))] = float(special)
         return value
     if case == "constant":
         rows = torch.randint(-16, 17, (*shape[:-1], 1) if shape else (), generator=generator, device=generator.device)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusescout.contenders.base import Runner
 from fusescout.ir import FLOATS
 from fusescout.ir import Subgraph
+from fusescout.mutants_attention import attention_mutants
 from fusescout.mutants_losses import MISSING_TILE
 from fusescout.mutants_losses import loss_mutants
 from fusescout.reference import build
@@ -69,6 +70,7 @@ def mutants(graph: Subgraph) -> dict[str, Runner]:
             found[f"ignores input {k}"] = _ignoring(eager, k)
     found["low-precision sum"] = _low_sum(eager)
     found |= loss_mutants(graph, eager)
+    found |= attention_mutants(graph)
     wide = {s.dtype for s in graph.output_specs} & {"float32", "float64"}
     for dtype in ("float16", "bfloat16") if wide else ():
         try:

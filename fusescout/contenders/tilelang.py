@@ -28,10 +28,12 @@ from fusescout.contenders.summed_rows import as_rows
 from fusescout.convolution import CONVOLUTIONS
 from fusescout.device import Device
 from fusescout.errors import ContenderFailed
+from fusescout.flops import op_class
 from fusescout.ir import Subgraph
 from fusescout.regions import GEMMS
 from fusescout.regions.pieces import WINDOWS
 from fusescout.regions.rows import LOSSES
+from fusescout.regions.rows import SOFTMAXES
 from fusescout.registry import Registry
 from fusescout.registry import load
 from fusescout.template import Kernel
@@ -169,6 +171,8 @@ def _is_meant(family: str, graph: Subgraph) -> bool:
     meant = {"gemm_epilogue": products == 1, "gated_mlp": products == 2, "pointwise": not products}
     meant["pooling"] = any(op.name in WINDOWS for op in graph.ops)
     meant |= {"rowwise": not products, "gemm_shared_input": products > 1}
+    built_in = any(op_class(op.target) == "attention" for op in graph.ops)
+    meant["attention"] = built_in or (products == 2 and any(op.name in SOFTMAXES for op in graph.ops))
     meant["linear_cross_entropy"] = products == 1 and graph.ops[-1].name in LOSSES
     return meant.get(family, True)
 

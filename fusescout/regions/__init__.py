@@ -20,12 +20,11 @@ from fusescout.ir import TensorSpec
 from fusescout.nodekinds import REGROUPS
 from fusescout.nodekinds import is_pointwise
 from fusescout.nodekinds import shape_of
+from fusescout.regions.attention import find_attention
 from fusescout.regions.convolutions import and_convolutions
 from fusescout.regions.losses import find_losses
 from fusescout.regions.pieces import find_pieces
-from fusescout.regions.rows import SOFTMAXES
 from fusescout.regions.rows import find_rows
-from fusescout.regions.rows import row_form
 from fusescout.regions.shared import find_shared
 from fusescout.regions.sums import find_sums
 
@@ -34,7 +33,6 @@ PREPARING = ("conv_epilogue", "gemm_shared_input")
 """Families whose parameters go into prepared constants, so that a kernel doesn't take each of them."""
 GEMMS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
 CUTS = frozenset({"getitem", "chunk", "split", "split_with_sizes", "slice"})
-LAYOUTS = frozenset({*REGROUPS, "transpose", "permute", "t", "expand", "contiguous", "clone", "_to_copy", "to"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
     found: dict[tuple[str, frozenset[str]], Region] = {}
 
     def add(family: str, names: set[str]) -> None:
-        names = _with_literals(flow, _trim(graph, names))
+        names = _with_literals(flow, names if family == "attention" else _trim(graph, names))
         if not _is_family(graph, family, names) or not flow.convex(names):
             return
         ordered = tuple(n.name for n in graph.nodes if n.name in names)
@@ -62,7 +60,7 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
             return
         found.setdefault((family, frozenset(ordered)), Region(graph.index, family, ordered))
 
-    for names in _attention(flow):
+    for names in find_attention(flow):
         add("attention", names)
     for names in find_losses(flow):
         add("linear_cross_entropy", names)
@@ -287,34 +285,3 @@ def _pointwise(flow: Flow) -> list[set[str]]:
 
 def _untaken(taken: set[str], shape: tuple[int, ...] | None) -> Callable[[Node], bool]:
     return lambda n: n.name not in taken and is_pointwise(n) and shape_of(n) == shape
-
-
-def _attention(flow: Flow) -> list[set[str]]:
-    """Hand-written attention: GEMM, pointwise on the scores, softmax, (dropout in eval,) GEMM."""
-    graph = flow.graph
-    regions = []
-    for node in graph.nodes:
-        form = row_form(node, graph)
-        if node.op not in ("softmax", "_softmax") or form is None or form.dims != (len(form.shape) - 1,):
-            continue
-        up = _walk(graph, node.inputs[0], lambda n: n.inputs[0] if n.inputs else None)
-        down = _walk(graph, node.name, lambda n: graph.users[n.name][0] if len(graph.users[n.name]) == 1 else None)
-        if up is None or down is None:
-            continue
-        regions.append(up | down)
-    return regions
-
-
-def _walk(graph: Graph, name: str, step: Callable[[Node], str | None]) -> set[str] | None:
-    """Follow `step` through pointwise and layout nodes to the next batched GEMM; None if something else comes first."""
-    path: set[str] = set()
-    current: str | None = name
-    while current is not None and len(path) < 16:
-        node = graph.by_name[current]
-        path.add(current)
-        if node.op in ("bmm", "matmul", "baddbmm"):
-            return path
-        if not (is_pointwise(node) or node.op in LAYOUTS or node.op in SOFTMAXES):
-            return None
-        current = step(node)
-    return None
