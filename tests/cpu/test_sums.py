@@ -29,6 +29,7 @@ CASES = {
     "columns": (lambda x, w, b: F.linear(x, w, b).mean(-1, keepdim=True), *ROWS),
     "columns, added up": (lambda x, w, b: F.linear(x, w, b).sum(2), *ROWS),
     "columns, scaled": (lambda x, w, b, c: ((F.linear(x, w, b) - c) * 2).mean(2), *ROWS, (48,)),
+    "columns of a wide input": (lambda x, w, b: F.linear(x, w, b).mean(1, True), (16, 1100), (33, 1100), (33,)),
     "rows and columns": (lambda x, w, b: F.linear(x, w, b).mean((0, 1, 2)), *ROWS),
     "rows": (lambda x, w, b: F.linear(x, w, b).mean(1), *ROWS),
     "rows, added up": (lambda x, w: F.linear(x, w).sum((0, 1), keepdim=True), *ROWS[:2]),
@@ -70,9 +71,11 @@ def test_a_sum_taken_before_the_product_is_right_also_for_infinities(name: str, 
     assert Verifier(graph, inputs, "cpu").check(built.run, "full").reason == ""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_kernel_for_rows_adds_up_columns(dtype: torch.dtype, tmp_path: Path) -> None:
-    graph, inputs = traced("columns, scaled", dtype)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("columns, scaled", torch.bfloat16), ("columns of a wide input", torch.float32)]
+)
+def test_a_kernel_for_rows_adds_up_columns(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    graph, inputs = traced(name, dtype)
     contender = TileLang(cache_dir=tmp_path)
     variants = contender.variants(graph, CPU, "quick")
     assert variants[0]["template"] == "rowwise"

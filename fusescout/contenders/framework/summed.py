@@ -5,8 +5,8 @@
     sum over pixels of conv(x, w)   =  sum over taps of w[tap] times the sum of the pixels that meet this tap
 
 Sums are taken in float32 at least, and those of weights in float64. An infinite number that meets both signs gives both
-infinities and so NaN. Each tap is multiplied by itself for that; where a linear's columns or rows are added up, the
-difference of the input or the weight with itself says it.
+infinities and so NaN. Each tap is multiplied by itself for that; where a linear's columns or rows are added up, NaN is
+put in the place of an infinite input or weight.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class _Writer:
             sums = self._reduced(Ref(self.read.x), self.x.shape, "mean.dim" if self.what.mean else "sum.dim_IntList")
             times = 1 if self.what.mean else self.count
             wide, spec = self._wide(Ref(self.read.weight), self.weight), dense(self.weight.shape, WIDE)
-            wide = self.emit("add.Tensor", (wide, self.emit("sub.Tensor", (wide, wide), spec)), spec)
+            wide = self._nan_where_infinite(wide, wide, spec)
             weight = self._cast(wide, spec)
             bias = () if self.read.bias is None else (self._bias(times),)
             made = self.emit("linear.default", (sums, weight, *bias), replace(self.out, dtype=self.dtype))
@@ -113,7 +113,7 @@ class _Writer:
         row = self._cast(row, dense(inner, WIDE))
         x, spec = self._cast(Ref(self.read.x), self.x), dense(self.x.shape, self.dtype)
         terms = self.emit("mul.Tensor", (x, row), spec)
-        terms = self.emit("add.Tensor", (terms, self.emit("sub.Tensor", (x, x), spec)), spec)
+        terms = self._nan_where_infinite(x, terms, spec)
         sums = self._reduced(terms, self.x.shape, "sum.dim_IntList")
         if self.read.bias is not None:
             one = dense((1,) if self.out.shape else (), WIDE)
@@ -222,6 +222,10 @@ class _Writer:
         ones = tuple(1 if d in what.dims else n for d, n in enumerate(shape))
         left = ones if what.keeps else tuple(n for d, n in enumerate(shape) if d not in what.dims)
         return self.emit(name, (value, what.dims, what.keeps), dense(left, self.dtype), **self._in_dtype())
+
+    def _nan_where_infinite(self, what: Ref, value: Ref, spec: TensorSpec) -> Ref:
+        finite = self.emit("isfinite.default", (what,), replace(spec, dtype="bool"))
+        return self.emit("where.ScalarOther", (finite, value, math.nan), spec)
 
     def _in_dtype(self) -> dict[str, Any]:
         return {} if self.dtype == self.narrow else {"dtype": Const("dtype", self.dtype)}
