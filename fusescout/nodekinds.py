@@ -8,6 +8,7 @@ from fusescout.ir import TensorSpec
 from fusescout.randomness import draws
 
 REGROUPS = frozenset({"view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten"})
+REORDERS = frozenset({"t", "transpose", "permute"})
 SLICES = frozenset({"slice", "select", "narrow"})
 
 

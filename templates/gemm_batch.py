@@ -5,6 +5,7 @@ viewed as [2, 3, M, N] has a mask of [2, 1, 1, N]. They are cut at the same plac
 """
 
 import math
+from itertools import pairwise
 
 
 class Refused(Exception):
@@ -27,6 +28,21 @@ def agreed(every: list) -> tuple:
             groups.append([k])
     joined = tuple(math.prod(sizes[k] for k in g) for g in groups)
     return joined, [tuple(dims[g[-1]][1] for g in groups) for dims in every]
+
+
+def regrouped(dims: list, sizes: tuple) -> list:
+    """Strides of dimensions, (size, stride) each, that are cut and joined to others of these sizes."""
+    cuts = _inner([(n, 0) for n in sizes])
+    pieces = _cut([d for d in dims if d[0] != 1], cuts)
+    strides = []
+    for size in sizes:
+        run: list = []
+        while math.prod(n for n, _ in run) < size:
+            run.append(pieces.pop(0))
+        if any(outer != n * inner for (_, outer), (n, inner) in pairwise(run)):
+            raise Refused("an operand's rows are not evenly spaced in memory")
+        strides.append(run[-1][1] if run else 0)
+    return strides
 
 
 def indices(sizes: tuple, position: str) -> list:

@@ -24,6 +24,10 @@ COSTLY = {
     "pow": 30,
 }
 """Clocks for 128 elements of an epilogue operator; one that is not listed takes about two."""
+SHORT = 64
+"""Steps along K for which the copy engine isn't missed."""
+MANY = 4096
+"""Rows from which on a tile of a width of its own is worth another kernel."""
 
 # schedule, BM, BN, BK, stages, extra. Shared memory decides what fits; the cost model what comes first.
 WARP_SPECIALISED = (
@@ -77,7 +81,7 @@ def space(problem: Problem, device: Device, more: int = 0) -> list:
     if device.arch in HOPPER:
         found += small.splits(problem, device)
     rows = FEW_ROWS if problem.M <= small.FEW else ()
-    shapes = rows + (WARP_SPECIALISED if device.arch in HOPPER else GENERIC)
+    shapes = rows + (WARP_SPECIALISED + _of_a_width(problem) if device.arch in HOPPER else GENERIC)
     for shape in shapes:
         config = _config(shape, device)
         while config["stages"] > (3 if _by_hand(config) else 2) and not _fits(problem, config):
@@ -86,6 +90,26 @@ def space(problem: Problem, device: Device, more: int = 0) -> list:
             found.append(config)
     found.sort(key=lambda c: clocks(problem, c, device, more))
     return small.varied(found) if any(c["schedule"] in ("vector", "split") for c in found) else found
+
+
+def single_steps(p: Problem, device: Device) -> list:
+    """Configs with one short step along K, whose operands each thread loads by itself, however they lie."""
+    deep = math.ceil(p.K / 16) * 16
+    if deep > SHORT:
+        return []
+    shapes = ((128, 128, 256), (128, 64, 128), (64, 128, 128), (64, 64, 128))
+    found = [_config(("auto", bm, bn, deep, 1, {"threads": threads}), device) for bm, bn, threads in shapes]
+    return sorted(found, key=lambda c: clocks(p, c, device))
+
+
+def _of_a_width(p: Problem) -> tuple:
+    """Tiles as wide as the columns allow, where all other ones leave more than a tenth of many rows' work unused."""
+    if p.M * math.prod(p.batch) < MANY or p.N <= 64:
+        return ()
+    waste = min(math.ceil(p.N / bn) * bn / p.N for bn in {bn for _, _, bn, *_ in WARP_SPECIALISED})
+    width = math.ceil(p.N / math.ceil(p.N / 256) / 16) * 16
+    shapes = (("coop", 128, width, 64, 4, {}), ("pingpong", 64, width, 64, 5, {}))
+    return shapes if waste > 1.1 and width % 64 else ()
 
 
 def _config(shape: tuple, device: Device) -> dict:

@@ -4,16 +4,24 @@ from fusescout.templates import gemm_problem
 from fusescout.templates.dialect import HALF
 from fusescout.templates.dialect import dialect_for
 from fusescout.templates.expression import unsupported
+from fusescout.templates.gemm_configs import single_steps
 from fusescout.templates.gemm_configs import space
+from fusescout.templates.gemm_even import can_be_even
+from fusescout.templates.gemm_even import copying
+from fusescout.templates.gemm_even import evened
+from fusescout.templates.gemm_even import prepared_weight
+from fusescout.templates.gemm_even import with_prepared
 from fusescout.templates.gemm_plain import Plain
 from fusescout.templates.gemm_problem import Refused
 from fusescout.templates.gemm_small import copied
 from fusescout.templates.gemm_small import dotted
+from fusescout.templates.gemm_small import loadable
 from fusescout.templates.gemm_source import Writer
 from fusescout.templates.gemm_split import Split
 from fusescout.templates.gemm_vector import Vector
 from fusescout.templates.source import build
 
+from fusescout import constants
 from fusescout.device import Device
 from fusescout.ir import Subgraph
 from fusescout.template import Kernel
@@ -25,25 +33,56 @@ GEMMS = 1
 CPU_FLOATS = ("float32", *HALF)
 WRITERS = {"plain": Plain, "vector": Vector, "split": Split}
 """Schedules with a writer of their own."""
+COPIED = 2
+"""Configs that copy a weight in each call, for callers that can't prepare one."""
 
 
 def supports(graph: Subgraph, device: Device) -> str | None:
     """None if the kernel covers all of `graph`, else a sentence why not."""
-    return refusal(graph, device, GEMMS, every=True)
+    return refusal(graph, device, GEMMS, every=True, copies=True)
 
 
 def configs(graph: Subgraph, device: Device) -> list:
-    return space(gemm_problem.read(graph, GEMMS, turned=True), device)
+    """The schedules that fit; operands that the copy engine can't load are prepared, or copied in each call."""
+    problem = gemm_problem.read(graph, GEMMS, turned=True)
+    if device.kind == "cpu" or copied(problem) or dotted(problem):
+        return space(problem, device)
+    tiles = [c for c in space(evened(problem), device) if not _loads_itself(c, problem)]
+    alone = [c for c in tiles if not _clustered(c)]
+    first = single_steps(problem, device)
+    if prepared_weight(graph, problem) is None:
+        return first + alone
+    ready = [{**c, "weight": "prepared"} for c in (tiles if loadable(problem.x) else alone)]
+    return first + ready + alone[:COPIED]
+
+
+def prepared(graph: Subgraph, config: dict) -> constants.Split | None:
+    """A weight with rows that the copy engine can load; None where a config doesn't want one."""
+    if config.get("weight") != "prepared":
+        return None
+    return prepared_weight(graph, gemm_problem.read(graph, GEMMS, turned=True))
 
 
 def kernel(graph: Subgraph, config: dict, device: Device) -> Kernel:
+    """The kernel of a config; with a prepared weight of the steady part."""
     return write(graph, config, device, GEMMS, NAME)
 
 
-def refusal(graph: Subgraph, device: Device, gemms: int, every: bool = False) -> str | None:
+def _loads_itself(config: dict, problem: gemm_problem.Problem) -> bool:
+    """Whether threads load the operands: TileLang asks the copy engine only in a loop, and one step is none."""
+    return config["schedule"] in ("plain", "vector") or (config["schedule"] == "auto" and config["BK"] >= problem.K)
+
+
+def _clustered(config: dict) -> bool:
+    """TileLang 0.1.15 launches all kernels of a source as clusters if one is, which the copies' grids refuse."""
+    return config.get("cluster", 1) > 1 or (config["schedule"] == "split" and config["join"] == "cluster")
+
+
+def refusal(graph: Subgraph, device: Device, gemms: int, every: bool = False, copies: bool = False) -> str | None:
     """Why no schedule covers `graph`, or None.
 
-    With `every`, also those that not all templates have: dot products of a few rows, and inputs that are turned.
+    With `every`, also those that not all templates have: dot products of a few rows, and inputs that are turned. With
+    `copies`, also operands that the copy engine can't load as they lie.
     """
     try:
         problem = gemm_problem.read(graph, gemms, turned=every)
@@ -65,7 +104,7 @@ def refusal(graph: Subgraph, device: Device, gemms: int, every: bool = False) ->
         return None if dtypes <= set(CPU_FLOATS) else f"TileLang's C target has no {dtypes.pop()} here."
     if not dtypes <= set(CPU_FLOATS):
         return f"No GEMM for {dtypes.pop()} here."
-    if copied(problem) or (every and dotted(problem)):
+    if copied(problem) or (every and dotted(problem)) or (copies and can_be_even(problem)):
         return None
     if dtypes == {"float32"}:
         return "TileLang's fp32 GEMM is TF32, which is not fp32."
@@ -74,7 +113,12 @@ def refusal(graph: Subgraph, device: Device, gemms: int, every: bool = False) ->
 
 def write(graph: Subgraph, config: dict, device: Device, gemms: int, name: str) -> Kernel:
     problem = gemm_problem.read(graph, gemms, turned=True)
+    if config.get("weight") == "prepared":
+        problem = with_prepared(graph, problem)
     dialect = dialect_for(device.kind, tuple(o.dtype for o in problem.outputs))
-    writer = WRITERS.get(config["schedule"], Writer)(problem, config, dialect)
+    writes = WRITERS.get(config["schedule"], Writer)
+    if not _loads_itself(config, problem) and not copied(problem):
+        writes = copying(writes)
+    writer = writes(problem, config, dialect)
     source = writer.source(name)
     return Kernel(build(source, name), writer.params(), source, writer.pass_configs())

@@ -14,14 +14,14 @@ SPLITS = ("chunk", "split", "split_with_sizes")
 
 
 @dataclass(frozen=True)
-class Unpacked:
-    """A sub-graph with two linears for one, and for each of its inputs: which input it is, and from which row on."""
+class Restated:
+    """A sub-graph in other words, and for each of its inputs: which input of the first it is, and from which row on."""
 
     graph: Subgraph
     origins: tuple
 
 
-def unpacked(graph: Subgraph) -> Unpacked | None:
+def unpacked(graph: Subgraph) -> Restated | None:
     """The sub-graph with a linear for each half; None if it isn't one linear whose result is only used in halves."""
     first = len(graph.inputs)
     products = [first + k for k, op in enumerate(graph.ops) if op.name == "linear"]
@@ -67,7 +67,7 @@ def _is_last(op: Op, spec: TensorSpec) -> bool:
     return dim in (-1, len(spec.shape) - 1) and (op.name != "slice" or len(op.args) < 5 or op.args[4] == 1)
 
 
-def _rebuilt(graph: Subgraph, product: int, parts: dict, operands: list) -> Unpacked:
+def _rebuilt(graph: Subgraph, product: int, parts: dict, operands: list) -> Restated:
     first, op = len(graph.inputs), graph.op_of(product)
     shape = (*op.out.shape[:-1], op.out.shape[-1] // 2)
     half = replace(op.out, shape=shape, stride=tuple(math.prod(shape[d + 1 :]) for d in range(len(shape))))
@@ -95,4 +95,4 @@ def _rebuilt(graph: Subgraph, product: int, parts: dict, operands: list) -> Unpa
             name[value] = len(inputs) + len(ops)
             kwargs = tuple((a, substitute(b, name)) for a, b in other.kwargs)
             ops.append(Op(other.target, substitute(other.args, name), kwargs, other.out))
-    return Unpacked(Subgraph(tuple(inputs), tuple(ops), tuple(name[v] for v in graph.outputs)), tuple(origins))
+    return Restated(Subgraph(tuple(inputs), tuple(ops), tuple(name[v] for v in graph.outputs)), tuple(origins))

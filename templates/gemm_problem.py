@@ -12,19 +12,22 @@ from itertools import pairwise
 
 from fusescout.templates.gemm_batch import Refused
 from fusescout.templates.gemm_batch import agreed
+from fusescout.templates.gemm_oriented import oriented
 from fusescout.templates.gemm_packed import unpacked
+from fusescout.templates.gemm_views import GEMMS
+from fusescout.templates.gemm_views import REGROUPS
+from fusescout.templates.gemm_views import VIEWS
+from fusescout.templates.gemm_views import derived
+from fusescout.templates.gemm_views import flipped
+from fusescout.templates.gemm_views import op_of
+from fusescout.templates.gemm_views import ref_of
+from fusescout.templates.gemm_views import root_of
 
 from fusescout.ir import Op
 from fusescout.ir import Ref
 from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
 from fusescout.ir import substitute
-
-GEMMS = ("linear", "addmm", "mm", "matmul", "bmm", "baddbmm")
-REGROUPS = frozenset({"view", "reshape", "_unsafe_view", "flatten", "unflatten", "unsqueeze", "squeeze"})
-"""Views that keep the row-major order of the elements."""
-VIEWS = REGROUPS | {"t", "transpose", "permute", "expand", "alias", "detach"}
-"""Operators whose result is fully told by its shape and strides over the same memory."""
 
 
 @dataclass(frozen=True)
@@ -115,19 +118,19 @@ class Problem:
 def read(graph: Subgraph, gemms: int = 1, turned: bool = False) -> Problem:
     """The problem a sub-graph states; raises `Refused` with the reason if it isn't `gemms` GEMMs with an epilogue.
 
-    The input may be `turned` where the caller can read it so.
+    The input and results may be `turned` where the caller knows how to deal with that.
     """
-    packed = unpacked(graph) if gemms == 2 else None
-    problem = _read(packed.graph if packed else graph, gemms)
+    restated = unpacked(graph) if gemms == 2 else oriented(graph) if turned else None
+    problem = _read(restated.graph if restated else graph, gemms)
     if problem.x.turned and not turned:
         raise Refused("the rows of the GEMM's input are not contiguous in memory")
-    if packed is None:
+    if restated is None:
         return problem
-    if not problem.transposed:
+    if gemms == 2 and not problem.transposed:
         raise Refused("the halves of its weight lie side by side")
 
     def placed(o):
-        origin, offset = packed.origins[o.input]
+        origin, offset = restated.origins[o.input]
         return replace(o, input=origin, offset=offset)
 
     return replace(
@@ -156,11 +159,11 @@ def _read(graph: Subgraph, gemms: int) -> Problem:
             raise Refused("its matrix products differ in input, shape or layout")
         weights.append(other_w)
         bias.append(other_bias)
-    main = _derived(graph, anchors)
+    main = derived(graph, anchors)
     plain, epilogue = _without_views(graph, anchors, main, w.rows if transposed else w.columns)
     n = w.rows if transposed else w.columns
     spaces = _spaces(graph, anchors, main, epilogue, bias)
-    used = {i for k in epilogue for i in _op(plain, k).inputs} | {b for b in bias if b is not None}
+    used = {i for k in epilogue for i in op_of(plain, k).inputs} | {b for b in bias if b is not None}
     operands = [_operand(graph, v, spaces, x.rows) for v in sorted(used) if v not in main and v not in epilogue]
     outputs = [_output(graph, v, main, graph.tensor(anchors[0]).numel, (x.rows, n)) for v in graph.outputs]
     every = [x, *weights, *operands, *outputs]
@@ -173,39 +176,13 @@ def _read(graph: Subgraph, gemms: int) -> Problem:
     )  # fmt: skip
 
 
-def _op(graph: Subgraph, value: int) -> Op:
-    op = graph.op_of(value)
-    assert op is not None
-    return op
-
-
-def _ref(op: Op, position: int) -> int:
-    arg = op.args[position] if position < len(op.args) else None
-    if not isinstance(arg, Ref):
-        raise Refused(f"argument {position} of {op.name} is not a tensor")
-    return int(arg.to)
-
-
-def _root(graph: Subgraph, value: int) -> int:
-    """The sub-graph input whose memory `value` is a view of; the view's own spec tells its layout."""
-    while value >= len(graph.inputs):
-        op = _op(graph, value)
-        if op.name not in VIEWS:
-            raise Refused(f"an operand is computed by {op.name}, which is not a view of an input")
-        source = _ref(op, 0)
-        if op.name in ("reshape", "flatten") and not graph.tensor(source).is_contiguous:
-            raise Refused(f"{op.name} of a strided operand copies it")
-        value = source
-    return value
-
-
 def _gemm(graph: Subgraph, anchor: int):
-    op = _op(graph, anchor)
+    op = op_of(graph, anchor)
     shift = 1 if op.name in ("addmm", "baddbmm") else 0
-    bias = _ref(op, 0) if shift else None
+    bias = ref_of(op, 0) if shift else None
     if op.name == "linear" and len(op.args) > 2 and isinstance(op.args[2], Ref):
         bias = int(op.args[2].to)
-    left, right = _ref(op, shift), _ref(op, shift + 1)
+    left, right = ref_of(op, shift), ref_of(op, shift + 1)
     if len(graph.tensor(right).shape) < 2 or len(graph.tensor(left).shape) < 2:
         raise Refused("the matrix product has a vector operand")
     x = _matrix(graph, left) if len(graph.tensor(right).shape) == 2 else None
@@ -215,27 +192,20 @@ def _gemm(graph: Subgraph, anchor: int):
     if x is None:
         raise Refused("the rows of the GEMM's input are not contiguous in memory")
     spec = graph.tensor(right)
-    logical = spec if op.name != "linear" else _flipped(spec)
+    logical = spec if op.name != "linear" else flipped(spec)
     w = _matrix(graph, right, logical, batch)
     transposed = w is None or (w.rows > 1 and w.columns == 1 and logical.stride[-2] == 1)
     if transposed:  # column-major [K, N] is row-major [N, K]
-        w = _matrix(graph, right, _flipped(logical), batch)
+        w = _matrix(graph, right, flipped(logical), batch)
     if w is None:
         raise Refused("the weight is strided in both dimensions")
     return x, w, transposed, bias, float(op.kwarg("alpha", 1) or 0), float(op.kwarg("beta", 1) or 0)
 
 
-def _flipped(spec: TensorSpec) -> TensorSpec:
-    def flip(dims: tuple) -> tuple:
-        return (*dims[:-2], dims[-1], dims[-2])
-
-    return replace(spec, shape=flip(spec.shape), stride=flip(spec.stride))
-
-
 def _turned(graph: Subgraph, value: int, batch: tuple) -> Matrix | None:
     """A value whose columns are contiguous in memory instead of its rows."""
     spec = graph.tensor(value)
-    found = _matrix(graph, value, _flipped(spec), batch) if batch or len(spec.shape) == 2 else None
+    found = _matrix(graph, value, flipped(spec), batch) if batch or len(spec.shape) == 2 else None
     return found and replace(found, rows=found.columns, columns=found.rows, turned=True)
 
 
@@ -251,9 +221,9 @@ def _matrix(graph: Subgraph, value: int, spec: TensorSpec | None = None, batch: 
         return None
     if pitch < spec.shape[-1] and math.prod(spec.shape[:-1]) > 1:
         return None  # rows that overlap
-    root = graph.inputs[_root(graph, value)]
+    root = graph.inputs[root_of(graph, value)]
     rows, dims = math.prod(spec.shape[:-1]), tuple(zip(batch, lead, strict=True))
-    return Matrix(_root(graph, value), rows, spec.shape[-1], pitch, spec.dtype, root.aligned, dims)
+    return Matrix(root_of(graph, value), rows, spec.shape[-1], pitch, spec.dtype, root.aligned, dims)
 
 
 def _pitch(shape: tuple, stride: tuple) -> int | None:
@@ -263,15 +233,6 @@ def _pitch(shape: tuple, stride: tuple) -> int | None:
         if outer != n * inner:
             return None
     return dims[-1][1] if dims else shape[-1]
-
-
-def _derived(graph: Subgraph, anchors: tuple) -> frozenset:
-    """Values that depend on a GEMM's result."""
-    main = set(anchors)
-    for k, op in enumerate(graph.ops):
-        if any(i in main for i in op.inputs):
-            main.add(len(graph.inputs) + k)
-    return frozenset(main)
 
 
 def _without_views(graph: Subgraph, anchors: tuple, main: frozenset, n: int):
@@ -289,9 +250,9 @@ def _without_views(graph: Subgraph, anchors: tuple, main: frozenset, n: int):
             raise Refused("one matrix product feeds another")
         if value in main and op.name in REGROUPS:
             spec = graph.tensor(value)
-            if not spec.shape or spec.shape[-1] != n or graph.tensor(_ref(op, 0)).shape[-1:] != (n,):
+            if not spec.shape or spec.shape[-1] != n or graph.tensor(ref_of(op, 0)).shape[-1:] != (n,):
                 raise Refused(f"{op.name} behind the GEMM regroups its columns")
-            name[value] = name[_ref(op, 0)]
+            name[value] = name[ref_of(op, 0)]
         elif value in main and op.name in VIEWS - {"alias", "detach"}:
             raise Refused(f"{op.name} behind the GEMM reorders its result")
         elif value in main or op.name not in VIEWS:
@@ -308,14 +269,14 @@ def _spaces(graph: Subgraph, anchors: tuple, main: frozenset, epilogue: tuple, b
             spaces.setdefault(b, set()).add(graph.tensor(anchor).shape)
     for value in reversed(epilogue):
         shapes = {graph.tensor(value).shape} if value in main else spaces.get(value, set())
-        for i in _op(graph, value).inputs:
+        for i in op_of(graph, value).inputs:
             if i not in main:
                 spaces.setdefault(i, set()).update(shapes)
     return spaces
 
 
 def _operand(graph: Subgraph, value: int, spaces: dict, rows: int) -> Operand:
-    spec, root = graph.tensor(value), _root(graph, value)
+    spec, root = graph.tensor(value), root_of(graph, value)
     found = {_place(spec, space, rows) for space in spaces[value]}
     if len({f[:4] for f in found}) != 1:
         raise Refused("an operand is broadcast in two different ways")
@@ -342,8 +303,6 @@ def _place(spec: TensorSpec, space: tuple, m: int) -> tuple:
     n, step, cut = space[-1], strides[-1], _split(space, m)
     batch = tuple(zip(space[:cut], strides[:cut], strict=True))
     dims = [(d, s) for d, s in zip(space[cut:-1], strides[cut:-1], strict=True) if d != 1]
-    if step not in (0, 1) and n != 1:
-        raise Refused("an operand's columns are not adjacent in memory")
     lead = 0
     while lead < len(dims) and dims[lead][1] == 0:
         lead += 1
@@ -355,12 +314,14 @@ def _place(spec: TensorSpec, space: tuple, m: int) -> tuple:
     for (_, outer), (d, inner) in pairwise(core):
         if outer != d * inner:
             raise Refused("an operand's rows are not evenly spaced in memory")
+    if step not in (0, 1) and n != 1 and not core:
+        raise Refused("an operand's columns are not adjacent in memory")
     if not core:
         return ("row", (n,), (1,), 1, batch) if step else ("scalar", (1,), (1,), 1, batch)
     if lead and trail < len(dims):
         raise Refused("an operand is broadcast on both sides of its rows")
     pitch = core[-1][1]
-    shape, stride = ((rows, n), (pitch, 1)) if step else ((rows,), (pitch,))
+    shape, stride = ((rows, n), (pitch, step)) if step else ((rows,), (pitch,))
     tail = "" if step else "_column"
     if lead:
         return f"cycle{tail}", shape, stride, rows, batch

@@ -8,6 +8,7 @@ a quarter of all, as they overlap badly. It only orders configs; which one runs 
 import math
 
 from fusescout.templates.dialect import HALF
+from fusescout.templates.gemm_problem import Matrix
 from fusescout.templates.gemm_problem import Problem
 from fusescout.templates.gemm_vector import MOST_ROWS
 from fusescout.templates.gemm_vector import SIZES
@@ -46,11 +47,13 @@ TILES = (
 
 
 def copied(p: Problem) -> bool:
-    """Whether the copy engine can load the operands: 16-bit elements, rows that start at multiples of 16 bytes."""
-    steps = [s for o in (p.x, *p.weights) for s in (o.pitch, *o.batch)]
-    return (
-        p.x.dtype in HALF and all(o.aligned for o in (p.x, *p.weights)) and not any(s * 2 % BULK_BYTES for s in steps)
-    )
+    """Whether the copy engine can load the operands."""
+    return all(map(loadable, (p.x, *p.weights)))
+
+
+def loadable(o: Matrix) -> bool:
+    """Whether the copy engine can load an operand: 16-bit elements, rows that start at multiples of 16 bytes."""
+    return o.dtype in HALF and o.aligned and not any(s * 2 % BULK_BYTES for s in (o.pitch, *o.batch))
 
 
 def dotted(p: Problem) -> bool:

@@ -74,7 +74,7 @@ class Writer:
         if not manual or len(self.p.outputs) != 1 or not (self.staged[0] and self.bulk[0]):
             return None
         for k, o in enumerate(self.p.operands):
-            even = all(s % 8 == 0 for s in (o.stride[0], *o.batch))
+            even = all(s % 8 == 0 for s in (o.stride[0], *o.batch)) and o.stride[-1] == 1
             if o.kind == "full" and o.dtype == self.p.outputs[0].dtype and even:
                 return k
         return None

@@ -9,6 +9,8 @@ is lost. Where rounding would make a finite number infinite, it is cut instead. 
 import math
 
 from fusescout.templates.gemm_problem import Matrix
+from fusescout.templates.prepared_weight import beside
+from fusescout.templates.prepared_weight import can_prepare
 
 from fusescout.constants import Split
 from fusescout.ir import Const
@@ -16,7 +18,6 @@ from fusescout.ir import Op
 from fusescout.ir import Ref
 from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
-from fusescout.ir import substitute
 
 PLANES = 3
 LARGEST = 3.3895313892515355e38
@@ -31,21 +32,11 @@ def pitch_of(columns: int) -> int:
 def split_weight(graph: Subgraph, weight: Matrix) -> Split | None:
     """The parts of a sub-graph whose weight is a parameter, so that its planes are made once.
 
-    The steady part is the whole sub-graph with one more input, the planes, which only a kernel reads. None where the
-    weight is no parameter, or gradients are wanted.
+    None where the weight is no parameter, or gradients are wanted.
     """
-    wanted = any(isinstance(op.out, TensorSpec) and op.out.requires_grad for op in graph.ops)
-    if wanted or not graph.inputs[weight.input].constant:
+    if not can_prepare(graph, weight.input):
         return None
-    first = len(graph.inputs)
-    prepare = planes(graph.inputs[weight.input], weight)
-    number = {v: v + (v >= first) for v in range(first + len(graph.ops))}
-    ops = tuple(
-        Op(o.target, substitute(o.args, number), tuple((k, substitute(v, number)) for k, v in o.kwargs), o.out)
-        for o in graph.ops
-    )
-    steady = Subgraph((*graph.inputs, *prepare.output_specs), ops, tuple(number[o] for o in graph.outputs))
-    return Split(prepare, (weight.input,), steady, tuple(range(first)))
+    return beside(graph, weight.input, planes(graph.inputs[weight.input], weight))
 
 
 def planes(spec: TensorSpec, matrix: Matrix) -> Subgraph:

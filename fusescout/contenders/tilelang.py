@@ -251,7 +251,9 @@ def _repro_body(graph: Subgraph, kernel: Kernel, call: str, *, as_views: bool) -
         name = f"inputs[{p.index}]" if p.role == "input" else f"out{p.index}"
         if p.role == "scratch":
             name = p.name
-            lines.append(f"    {name} = torch.empty({p.shape}, dtype=torch.{p.dtype}, device=DEVICE)")
+            lines.append(
+                f"    {name} = torch.empty_strided({p.shape}, {p.stride}, dtype=torch.{p.dtype}, device=DEVICE)"
+            )
         names.append(f"{name}.as_strided({p.shape}, {p.stride})" if as_views else name)
     lines.append(f"    {call}({', '.join(names)})")
     outs = "".join(f"out{k}, " for k in range(len(graph.outputs)))

@@ -18,6 +18,7 @@ from fusescout.ir import Graph
 from fusescout.ir import Node
 from fusescout.ir import TensorSpec
 from fusescout.nodekinds import REGROUPS
+from fusescout.nodekinds import REORDERS
 from fusescout.nodekinds import is_pointwise
 from fusescout.nodekinds import shape_of
 from fusescout.regions.attention import find_attention
@@ -93,20 +94,26 @@ def _is_family(graph: Graph, family: str, names: set[str]) -> bool:
     if family == "gemm_epilogue":
         gemms = [n for n in nodes if n.op in GEMMS]
         return bool(gemms) and (
-            any(is_pointwise(n) for n in nodes) or _is_misaligned(gemms[0]) or _is_float32_product(graph, gemms[0])
+            any(is_pointwise(n) for n in nodes)
+            or _is_misaligned(graph, gemms[0])
+            or _is_float32_product(graph, gemms[0])
         )
     if family == "conv_epilogue":
         return len(nodes) > 1 and any(n.op in CONVOLUTIONS for n in nodes)
     return bool(nodes)
 
 
-def _is_misaligned(gemm: Node) -> bool:
-    """Rows of a 16-bit result that are no multiple of 16 bytes, such as an odd vocabulary's logits.
+def _is_misaligned(graph: Graph, gemm: Node) -> bool:
+    """Rows of a 16-bit result or factor that are no multiple of 16 bytes, such as an odd vocabulary's logits.
 
     cuBLAS has only an old kernel for them: 8192x50257x768 in bf16 takes 6.6 ms on an H200, where 0.93 ms are possible.
     """
     out = gemm.out
-    return isinstance(out, TensorSpec) and out.dtype in ("bfloat16", "float16") and out.shape[-1] * 2 % 16 != 0
+    if not isinstance(out, TensorSpec) or out.dtype not in ("bfloat16", "float16"):
+        return False
+    factors = [s for i in gemm.inputs if isinstance(s := graph.by_name[i].out, TensorSpec) and len(s.shape) > 1]
+    steps = [s for f in factors for n, s in zip(f.shape, f.stride, strict=True) if n != 1 and s > 1]
+    return any(n * 2 % 16 != 0 for n in (out.shape[-1], *steps))
 
 
 def _is_float32_product(graph: Graph, gemm: Node) -> bool:
@@ -120,14 +127,14 @@ def _is_float32_product(graph: Graph, gemm: Node) -> bool:
     return single and all(s.dtype == "float32" for s in specs)
 
 
-def _trim(graph: Graph, names: set[str]) -> set[str]:
+def _trim(graph: Graph, names: set[str], layouts: frozenset[str] = REGROUPS) -> set[str]:
     """Drop layout-only nodes at the rim: they cost nothing and must not be what a region returns."""
     names = set(names)
     while True:
         loose = {
             n
             for n in names
-            if graph.by_name[n].op in REGROUPS
+            if graph.by_name[n].op in layouts
             and (not any(u in names for u in graph.users[n]) or not any(i in names for i in graph.by_name[n].inputs))
         }
         if not loose:
@@ -168,6 +175,7 @@ def _is_cuttable(graph: Graph, family: str, names: tuple[str, ...]) -> bool:
 def _epilogues(flow: Flow, anchor: Node) -> list[set[str]]:
     """The GEMM with everything pointwise behind it; the same with one result; and without operands as large as that.
 
+    A value may be transposed on its way, as a token mixer's before it is added to the residual.
     A GEMM alone is one of these where nothing else can be in it, or besides where its result is misaligned.
     """
     graph = flow.graph
@@ -192,8 +200,29 @@ def _epilogues(flow: Flow, anchor: Node) -> list[set[str]]:
     widest = grow(flow, {anchor.name}, lambda n: (is_pointwise(n) and same_size(n)) or regroups(n), backward=False)
     smaller = [_lean(flow, anchor, widest), {anchor.name}]
     return [
-        widest, _single_output(graph, widest), *(s for s in smaller if len(s) > 1 or _is_misaligned(anchor))
+        *_reordered(flow, widest, numel), widest, _single_output(graph, widest),
+        *(s for s in smaller if len(s) > 1 or _is_misaligned(graph, anchor))
     ]  # fmt: skip
+
+
+def _reordered(flow: Flow, widest: set[str], numel: int) -> list[set[str]]:
+    """`widest` with what follows in another order of dimensions, where it has one result."""
+    graph = flow.graph
+
+    def follows(node: Node) -> bool:
+        out = node.out
+        return isinstance(out, TensorSpec) and out.numel == numel and (node.op in REORDERS or is_pointwise(node))
+
+    def same_order(node: Node) -> bool:
+        ranks = {len(shape) for i in node.inputs if i in whole and (shape := shape_of(graph.by_name[i])) is not None}
+        return node.op in REORDERS or ranks == {len(shape_of(node) or ())}
+
+    if not any(graph.by_name[u].op in REORDERS for n in widest for u in graph.users[n]):
+        return []
+    whole = grow(flow, widest, follows, backward=False)
+    whole = _single_output(graph, {n for n in whole if n in widest or same_order(graph.by_name[n])})
+    whole = _trim(graph, whole, REGROUPS | REORDERS)
+    return [whole] if whole - widest and len(graph.escapes(whole)) == 1 else []
 
 
 def _lean(flow: Flow, anchor: Node, widest: set[str]) -> set[str]:

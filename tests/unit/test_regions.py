@@ -43,6 +43,24 @@ def test_a_bare_gemm_is_a_region_only_where_its_rows_are_misaligned_or_it_is_flo
         assert (chains(b.graph(y), "gemm_epilogue") == [("linear",)]) is found
 
 
+def test_a_bare_gemm_is_a_region_where_rows_of_its_factors_are_misaligned() -> None:
+    for depth, found in ((415, True), (416, False)):
+        b = Builder()
+        x, w = b.input(spec(8, depth, dtype="bfloat16")), b.input(spec(64, depth, dtype="bfloat16"))
+        y = b.op("linear", spec(8, 64, dtype="bfloat16"), x, w)
+        assert (chains(b.graph(y), "gemm_epilogue") == [("linear",)]) is found
+
+
+def test_a_gemm_takes_what_follows_in_another_order_of_dimensions() -> None:
+    b = Builder()
+    h = b.op("linear", spec(2, 8, 32), b.input(spec(2, 8, 16)), b.input(spec(32, 16)))
+    turned = b.op("aten.transpose.int", spec(2, 32, 8), h, 1, 2)
+    y = b.op("aten.add.Tensor", spec(2, 32, 8), b.input(spec(2, 32, 8)), turned)
+    last = b.op("aten.transpose.int", spec(2, 8, 32), y, 1, 2)
+    assert chains(b.graph(last), "gemm_epilogue") == [("linear", "transpose", "add"), ("linear",)]
+    assert chains(b.graph(turned), "gemm_epilogue") == [("linear",)], "a view alone is nothing to compute"
+
+
 @pytest.mark.parametrize(("op", "weight", "found"), [
     ("mm", (16, 32), True), ("addmm", (16, 32), True), ("matmul", (16, 32), True),
     ("matmul", (2, 16, 32), False), ("bmm", (2, 16, 32), False), ("linear", (32, 16), True),
