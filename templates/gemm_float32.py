@@ -133,7 +133,7 @@ def supports(graph: Subgraph, device: Device) -> str | None:
         return "The matrix product is empty."
     if problem.batch:
         return "The float32 product is batched."
-    if PLANES * max(o.rows * pitch_of(o.columns) for o in (problem.x, problem.w)) >= 1 << 31:
+    if not _is_countable(problem.x) or not (split_weight(graph, problem.w) or _is_countable(problem.w)):
         return "The planes of an operand have more elements than 32 bits count."
     if [o.dtype for o in problem.outputs] != ["float32"]:
         return "The float32 product has several results, or one of another dtype."
@@ -152,7 +152,12 @@ def configs(graph: Subgraph, device: Device) -> list:
     fixed = {"schedule": "split", "BK": 64, "threads": 384, "grid": device.cores}
     tiles = [{**fixed, "BM": bm, "BN": bn, "stages": stages} for bm, bn, stages in sorted(TILES, key=waves)]
     ready = [{**tile, "weight": "prepared"} for tile in tiles] if split_weight(graph, problem.w) else []
-    return ready + tiles
+    return ready + (tiles if _is_countable(problem.w) else [])
+
+
+def _is_countable(operand: gemm_problem.Matrix) -> bool:
+    """Whether a kernel of its own can make an operand's planes; prepared ones are only loaded, by their coordinates."""
+    return PLANES * operand.rows * pitch_of(operand.columns) < 1 << 31
 
 
 def prepared(graph: Subgraph, config: dict) -> Split | None:

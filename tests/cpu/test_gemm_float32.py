@@ -207,6 +207,13 @@ def test_a_parameters_planes_are_prepared_and_that_comes_first():
     assert [c.get("weight") for c in gemm_float32.configs(replace(graph, ops=ops), HOPPER)] == [None, None]
 
 
+def test_planes_of_more_elements_than_32_bits_count_are_only_prepared():
+    large = meta(F.linear, (128, 32768), (32768, 32768))
+    assert "32 bits" in gemm_float32.supports(large, HOPPER)
+    assert gemm_float32.supports(with_parameter(large), HOPPER) is None
+    assert [c.get("weight") for c in gemm_float32.configs(with_parameter(large), HOPPER)] == ["prepared", "prepared"]
+
+
 @pytest.mark.parametrize(
     "graph",
     [example(), example(addmm, ((776,), (1000, 520), (520, 776))), example(lambda x, w: x @ w, ((9, 20), (20, 17)))],
