@@ -73,6 +73,15 @@ def _gemm(m: int, n: int, k: int, chain: str, shapes: str = "full") -> Case:
     return Case("gemm_epilogue", chain, _by(m, n, k), inputs, shapes)
 
 
+def _mixer(chain: str, batch: int, rows: int, n: int, k: int) -> Case:
+    """A GEMM of MLP-Mixer: a batch of `rows`; what is transposed lies in memory as (batch, columns, rows)."""
+    turned, first = (0, 2, 1), chain == "bias_gelu_erf"
+    result = (batch, n, rows) if chain == "mixed_tokens" else (batch, rows, n)
+    residual = () if first else (_x(*result, order=turned),)
+    inputs = (_x(batch, rows, k, order=turned if first else ()), _weight(n, k), _w(n), *residual)
+    return Case("gemm_epilogue", chain, f"{_by(batch, rows, n, k)} transposed", inputs)
+
+
 def _gated(m: int, n: int, k: int, chain: str = "swiglu", shapes: str = "full") -> Case:
     weights = (_weight(2 * n, k),) if chain == "swiglu_packed" else (_weight(n, k), _weight(n, k))
     return Case("gated_mlp", chain, _by(m, n, k), (_x(m, k), *weights), shapes)
@@ -205,6 +214,11 @@ CASES: tuple[Case, ...] = (
     _gemm(512, 1024, 4096, "bias_gelu_tanh"),
     _gemm(16384, 3072, 768, "bias_gelu_erf"),
     _gemm(8192, 50257, 768, "bare"),
+    _gemm(8192, 512, 13, "bias_relu"),
+    _gemm(8192, 1024, 415, "bias_relu"),
+    _mixer("bias_gelu_erf", 64, 768, 384, 196),
+    _mixer("mixed_tokens", 64, 768, 196, 384),
+    _mixer("added_to_residual", 64, 196, 768, 3072),
     _gated(8192, 3072, 1024),
     _gated(4096, 11008, 4096),
     _gated(4096, 14336, 4096),

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,6 +75,18 @@ def batched(b, x, w, r):
     return torch.baddbmm(b, x, w).sigmoid() + r
 
 
+def column_by_column(x, w, b, r):
+    return r.transpose(-1, -2) + F.linear(x, w, b)
+
+
+def tokens(x, w, b):
+    return F.gelu(F.linear(x.transpose(1, 2), w, b))
+
+
+def features(x, w, b):
+    return F.relu(F.linear(x, w, b))
+
+
 CASES = {
     "several tiles for each block": (tanh_gelu, (4104, 776), (1544, 776), (1544,)),
     "residual": (residual, (4104, 776), (1544, 776), (1544,), (4104, 1544)),
@@ -102,6 +115,21 @@ CASES = {
     "classifier head": (lambda x, w, b: F.relu(F.linear(x, w, b)), (64, 2048), (1000, 2048), (1000,)),
     "transposed input": (turned, (776, 2104), (776, 1544), (2104, 1544)),
     "transposed input, 24 rows": (turned, (2056, 24), (2056, 1000), (24, 1000)),
+    "results column by column": (column_by_column, (5, 196, 776), (520, 776), (520,), (5, 520, 196)),
+    "one matrix, column by column": (column_by_column, (2104, 264), (520, 264), (520,), (520, 2104)),
+    "residual column by column": (lambda x, w, r: F.linear(x, w) + r.t(), (300, 264), (520, 264), (520, 300)),
+    "transposed behind, with residual": (
+        lambda x, w, b, r: r.transpose(1, 2) + F.linear(x, w, b).transpose(1, 2),
+        (7, 768, 384),
+        (196, 384),
+        (196,),
+        (7, 768, 196),
+    ),
+    "transposed tokens, prepared weight": (tokens, (5, 196, 776), (384, 196), (384,)),
+    "13 features": (features, (4100, 13), (520, 13), (520,)),
+    "415 features, prepared weight": (features, (4100, 415), (1000, 415), (1000,)),
+    "415 features, both copied": (features, (4100, 415), (1000, 415), (1000,)),
+    "odd sizes in a batch": (lambda x, w: torch.bmm(x, w).sigmoid(), (6, 515, 301), (6, 301, 203)),
     "few tiles, residual": (residual, (500, 4096), (1000, 4096), (1000,), (500, 1000)),
 }
 
@@ -131,10 +159,21 @@ def launch(run, kernel, inputs, outputs):
     given = []
     for p in kernel.params:
         if p.role == "scratch":
-            given.append(torch.full(p.shape, torch.nan, dtype=getattr(torch, p.dtype), device="cuda"))
+            elements = 1 + sum((n - 1) * s for n, s in zip(p.shape, p.stride, strict=True))
+            whole = torch.full((elements,), torch.nan, dtype=getattr(torch, p.dtype), device="cuda")
+            given.append(whole.as_strided(p.shape, p.stride))
         else:
             given.append(tensors[p.role][p.index].as_strided(p.shape, p.stride))
     run(*given)
+
+
+def prepared(template, chain, config, inputs):
+    """(what the kernel computes, its inputs), with a weight that is made once where the config wants one."""
+    if "weight" not in config:
+        return chain, inputs
+    split = template.prepared(chain, config)
+    made = reference.build(split.prepare)([inputs[k] for k in split.sources])
+    return split.steady, [*(inputs[k] for k in split.kept), *made]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -148,19 +187,22 @@ def test_every_kind_is_as_close_to_the_truth_as_eager(name, device, tmp_path_fac
     places = [n.name for n in graph.nodes if not n.is_op]
     chain, names = graph.subgraph([n.name for n in graph.nodes if n.is_op])
     ordered = [inputs[places.index(n)] for n in names]
+    if "prepared" in name:
+        chain = replace(chain, inputs=tuple(replace(s, constant=s.shape == tuple(shapes[1])) for s in chain.inputs))
     assert template.supports(chain, device) is None
     eager, truth = reference.build(chain)(ordered), reference.build(chain, "float64")(ordered)
     allowed = [Allowance(e, t) for e, t in zip(eager, truth, strict=True)]
     configs = spread(template.configs(chain, device))
     folder = tmp_path_factory.getbasetemp()
-    kernels = [template.kernel(chain, c, device) for c in configs]
+    forms = [prepared(template, chain, c, ordered) for c in configs]
+    kernels = [template.kernel(form, c, device) for c, (form, _) in zip(configs, forms, strict=True)]
     with ThreadPoolExecutor(16) as pool:
         compiled = list(pool.map(lambda k: compile_cuda(k, device, folder), kernels))
     wrong = {}
-    for config, kernel, run in zip(configs, kernels, compiled, strict=True):
+    for config, (_, given), kernel, run in zip(configs, forms, kernels, compiled, strict=True):
         outputs, again = ([torch.full_like(e, torch.nan) for e in eager] for _ in range(2))
         for made in (outputs, again):
-            launch(run, kernel, ordered, made)
+            launch(run, kernel, given, made)
         synchronize()
         reasons = [a.judge(o).reason for a, o in zip(allowed, outputs, strict=True)]
         if not all(torch.equal(o, a) for o, a in zip(outputs, again, strict=True)):
