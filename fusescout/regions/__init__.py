@@ -25,6 +25,7 @@ from fusescout.regions.attention import find_attention
 from fusescout.regions.convolutions import and_convolutions
 from fusescout.regions.losses import find_losses
 from fusescout.regions.pieces import find_pieces
+from fusescout.regions.pooled import find_pooled
 from fusescout.regions.rows import find_rows
 from fusescout.regions.shared import find_shared
 from fusescout.regions.sums import find_sums
@@ -79,6 +80,8 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
                 add("conv_epilogue", names)
     for family, names in find_sums(graph):
         add(family, names)
+    for names in find_pooled(graph):
+        add("conv_epilogue", names)
     for names in find_rows(flow):
         add("rowwise", names)
         add("conv_epilogue", and_convolutions(graph, names))

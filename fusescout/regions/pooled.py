@@ -1,0 +1,53 @@
+"""Finds 1x1 convolutions that only an average pooling reads, with what is computed of each pixel in front of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fusescout.convolution import CONVOLUTIONS
+from fusescout.ir import Graph
+from fusescout.ir import Ref
+from fusescout.ir import TensorSpec
+from fusescout.nodekinds import is_pointwise
+from fusescout.nodekinds import shape_of
+
+AVERAGES = frozenset({"avg_pool1d", "avg_pool2d", "avg_pool3d"})
+PADDING, ROUNDS_UP, COUNTS, DIVISOR = 3, 4, 5, 6
+"""Arguments of aten.avg_pool2d."""
+
+
+def is_plain_average(name: str, args: Sequence[Any]) -> bool:
+    """Whether each result is the mean of as many pixels: nothing is padded, cut off or divided otherwise."""
+    padding = args[PADDING] if len(args) > PADDING else 0
+    whole = not any(padding) if isinstance(padding, tuple) else padding == 0
+    exact = len(args) <= ROUNDS_UP or args[ROUNDS_UP] is False
+    return name in AVERAGES and whole and exact and (len(args) <= DIVISOR or args[DIVISOR] is None)
+
+
+def find_pooled(graph: Graph) -> list[set[str]]:
+    """For each: the convolution and the pooling, and both with everything pointwise that only they read."""
+    found = []
+    for node in graph.nodes:
+        readers = graph.users[node.name]
+        if node.op not in CONVOLUTIONS or len(readers) != 1 or node.name in graph.outputs or not node.is_op:
+            continue
+        pool, weight = graph.by_name[readers[0]], graph.by_name[node.inputs[1]].out
+        if not is_plain_average(pool.op, pool.args) or not isinstance(weight, TensorSpec):
+            continue
+        if any(n != 1 for n in weight.shape[2:]) or not isinstance(node.args[0], Ref):
+            continue
+        names = {node.name, pool.name}
+        found += [names, _with_front(graph, names, str(node.args[0].to))]
+    return found
+
+
+def _with_front(graph: Graph, names: set[str], first: str) -> set[str]:
+    names, shape, todo = set(names), shape_of(graph.by_name[first]), [first]
+    while todo:
+        node = graph.by_name[todo.pop()]
+        own = node.name not in graph.outputs and names.issuperset(graph.users[node.name])
+        if node.name not in names and own and node.is_op and is_pointwise(node) and shape_of(node) == shape:
+            names.add(node.name)
+            todo += node.inputs
+    return names
