@@ -8,10 +8,12 @@ may be written with its heads side by side. Leading dimensions become one number
 import math
 from dataclasses import dataclass
 
+from fusescout.templates.attention_layout import ATTENTION
+from fusescout.templates.attention_layout import PRODUCTS
+from fusescout.templates.attention_layout import AttentionLayout
 from fusescout.templates.expression import unsupported
 from fusescout.templates.gemm_batch import Refused
 from fusescout.templates.gemm_batch import agreed
-from fusescout.templates.layout import Layout
 from fusescout.templates.layout import argument
 from fusescout.templates.operators import Unsupported
 
@@ -20,10 +22,7 @@ from fusescout.ir import Op
 from fusescout.ir import Ref
 from fusescout.ir import Subgraph
 
-PRODUCTS = ("matmul", "bmm")
 SOFTMAXES = ("softmax", "_softmax")
-ATTENTION = "scaled_dot_product_attention"
-COPIES = ("contiguous", "clone", "alias", "detach", "to", "_to_copy", "dropout")
 
 
 @dataclass(frozen=True)
@@ -89,72 +88,6 @@ def read(graph: Subgraph) -> Problem:
         raise Refused(str(reason)) from reason
 
 
-class _Layout(Layout):
-    """Axes of all values, with the two kinds of products among the operators."""
-
-    def _lay(self) -> None:
-        op = self.op
-        if op.name in PRODUCTS:
-            a, b = (arg.to for arg in op.args[:2])
-            if min(len(self.dims[a]), len(self.dims[b])) < 2:
-                raise Unsupported("a product with a vector")
-            self.axes.same(self.dims[a][-1], self.dims[b][-2])
-            self.dims[self.value] = (*self._lead((a, b)), self.dims[a][-2], self.dims[b][-1])
-        elif op.name == ATTENTION:
-            self._attention()
-        elif op.name in COPIES and _is_copy(op, self.graph):
-            self._alias(self.dims[op.args[0].to])
-        else:
-            super()._lay()
-
-    def _lead(self, operands: tuple) -> tuple:
-        """Leading dimensions of a product, by broadcasting."""
-        shape, dims = self.op.out.shape[:-2], []
-        for d, n in enumerate(shape):
-            found = None
-            for v in operands:
-                at = d - len(shape) + len(self.dims[v]) - 2
-                if at < 0 or self.graph.tensor(v).shape[at] == 1:
-                    continue
-                if found is None:
-                    found = self.dims[v][at]
-                else:
-                    self.axes.same(found, self.dims[v][at])
-            dims.append(self.axes.new(n) if found is None else found)
-        return tuple(dims)
-
-    def _attention(self) -> None:
-        op = self.op
-        q, k, v = (arg.to for arg in op.args[:3])
-        self.axes.same(self.dims[q][-1], self.dims[k][-1])
-        self.axes.same(self.dims[k][-2], self.dims[v][-2])
-        shapes = [self.graph.tensor(x).shape for x in (q, k, v)]
-        if argument(op, 7, "enable_gqa", False) and shapes[0][-3] != shapes[1][-3]:
-            if any(len(s) != 4 for s in shapes) or shapes[1][1] != shapes[2][1]:
-                raise Unsupported("grouped queries of another form than [batch, heads, rows, width]")
-            group = self.axes.new(shapes[0][1] // shapes[1][1])
-            for x in (k, v):
-                self.axes.same(self.dims[q][1], (*self.dims[x][1], *group))
-            lead = (*self._first(q, k, v), self.dims[q][1])
-        else:
-            lead = self._lead((q, k, v))
-        whole = (*lead, self.dims[q][-2], self.dims[k][-2])
-        mask = argument(op, 3, "attn_mask")
-        if isinstance(mask, Ref):
-            own, sizes = self.dims[mask.to], self.graph.tensor(mask.to).shape
-            for mine, dim, n in zip(own[::-1], whole[::-1], sizes[::-1], strict=False):
-                if n != 1:
-                    self.axes.same(dim, mine)
-        self.dims[self.value] = (*lead, self.dims[q][-2], self.dims[v][-1])
-
-    def _first(self, *values: int) -> tuple:
-        """The batch of four-dimensional tensors."""
-        found = [self.dims[x][0] for x in values if self.graph.tensor(x).shape[0] != 1]
-        for mine in found[1:]:
-            self.axes.same(found[0], mine)
-        return (found[0] if found else (),)
-
-
 class _Reader:
     """Finds the parts by walking back from the result."""
 
@@ -164,7 +97,7 @@ class _Reader:
             raise Refused("more than one value leaves it")
         if not any(op.name == ATTENTION or op.name in SOFTMAXES for op in graph.ops):
             raise Refused("it holds no attention")
-        self.layout = _Layout(graph)
+        self.layout = AttentionLayout(graph)
         if any(self.layout.axes.unrolled):
             raise Refused("a tensor is cut to pieces in it")
         self.end = self._source(graph.outputs[0])
@@ -195,7 +128,7 @@ class _Reader:
             raise Refused("its mask is computed in it")
         self._only({self.end})
         extra = (mask.to,) if isinstance(mask, Ref) else ()
-        return self._made(q, (k, -2, -1), v, extra, (), -1, -1, scale, True, causal, safe=True)
+        return self._made(q, (k, -2), v, extra, (), -1, -1, scale, True, causal, safe=True)
 
     def _by_hand(self, op: Op) -> Problem:
         softmax = self._source(op.args[0].to)
@@ -223,7 +156,7 @@ class _Reader:
                 raise Refused(reason)
         extra = tuple(i for i in sorted(above - inner) if i < self.first)
         scale, plain = self._scale(chain, scores, weighed) if not extra else (1.0, False)
-        key = (product.args[1].to, -1, -2)
+        key = (product.args[1].to, -1)
         return self._made(product.args[0].to, key, op.args[1].to, extra, chain, scores, weighed, scale, plain, False)
 
     def _above(self, value: int) -> set:
@@ -267,7 +200,7 @@ class _Reader:
         plain: bool, causal: bool, safe: bool = False,
     ) -> Problem:  # fmt: skip
         graph, dims = self.graph, self.layout.dims
-        k, at_key, at_width = key
+        k, at_key = key
         row, column = self._axis(dims[q][-2]), self._axis(dims[k][at_key])
         width, value_width = self._axis(dims[q][-1]), self._axis(dims[v][-1])
         lead = [a for dim in dims[self.end][:-2] for a in self.layout.axes.leaves(dim)]
@@ -305,11 +238,3 @@ class _Reader:
         for dim, stride in zip(self.layout.dims[source], self.graph.tensor(source).stride, strict=True):
             found |= {a: s * stride for a, s in self.layout.axes.strides(dim).items()}
         return found
-
-
-def _is_copy(op: Op, graph: Subgraph) -> bool:
-    """Whether an operator's result is its argument: a copy, dropout in eval mode, a cast that casts nothing."""
-    if op.name == "dropout":
-        return argument(op, 2, "train", True) is False
-    source = graph.tensor(op.args[0].to).dtype
-    return source == op.out.dtype or (op.name in ("to", "_to_copy") and {source, op.out.dtype} <= FLOATS)

@@ -103,7 +103,9 @@ ATTENTION = [
     Case("wide", "attention", lambda q, k, v: attend(q, k, v, is_causal=True), lambda: qkv(1, 200, 200, 2, 256)),
     Case("siglip", "attention", attend, lambda: qkv(2, 300, 300, 2, 72)),
     Case("written", "attention", written, lambda: (*qkv(2, 150, 150, 3, 64), randn(2, 1, 1, 150))),
-    Case("batches", "attention", batches, lambda: (randn(6, 90, 40), randn(6, 50, 40, seed=1), randn(6, 50, 40, seed=2))),
+    Case(
+        "batches", "attention", batches, lambda: (randn(6, 90, 40), *(randn(6, 50, 40, seed=s) for s in (1, 2))),
+    ),
     Case(
         "masked", "attention", lambda q, k, v, m: attend(q, k, v, m),
         lambda: (*qkv(1, 140, 140, 2, 64), randn(140, 140) > -0.5),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from dataclasses import replace
 
 SHAPES = ("quick", "full", "all")
 
@@ -200,6 +201,19 @@ def _pooled(batch: int, cin: int, cout: int, side: int, shapes: str = "full") ->
     return Case("sum", "conv_transpose_mean", title, (_x(batch, cin, side, side), weight, _w(cout)), shapes)
 
 
+def _attention(
+    chain: str, batch: int, heads: int, length: int, width: int, windows: int = 0, shapes: str = "full"
+) -> Case:
+    """Queries, keys and values as projections leave them; `windows` have a mask each, repeated over the images."""
+    q, k, v = (_x(batch, heads, length, width, order=(0, 2, 1, 3)) for _ in range(3))
+    extra: tuple[Tensor, ...] = ()
+    if chain == "biased_attention":
+        q, extra = replace(q, scale=width**-0.5), (_x(1, heads, length, length),)
+    elif windows:
+        extra = (_x(heads, length, length), _x(windows, length, length))
+    return Case("attention", chain, _by(batch, heads, length, width), (q, k, v, *extra), shapes)
+
+
 CASES: tuple[Case, ...] = (
     _gemm(8192, 3072, 768, "bias_gelu_tanh"),
     _gemm(4096, 4096, 4096, "bias_relu"),
@@ -253,6 +267,10 @@ CASES: tuple[Case, ...] = (
     _cross_entropy(4096, 50257),
     _linear_cross_entropy(8192, 50257, 768),
     _linear_cross_entropy(4096, 128256, 4096),
+    _attention("biased_attention", 16, 12, 512, 64),
+    _attention("window_attention", 4096, 3, 49, 32, windows=64),
+    _attention("causal_attention", 8, 12, 1024, 64),
+    _attention("attention", 64, 12, 197, 64),
     _group_norm("group_norm_silu", 16, 320, 64),
     _group_norm("group_norm_silu", 16, 320, 64, last=True),
     _group_norm("instance_norm_relu", 16, 256, 64),
@@ -290,6 +308,7 @@ CASES: tuple[Case, ...] = (
     _rope(2, 4, 128, 64, "quick"),
     _cross_entropy(256, 1000, "quick"),
     _linear_cross_entropy(256, 1000, 64, "quick"),
+    _attention("window_attention", 8, 2, 9, 16, windows=4, shapes="quick"),
     _group_norm("group_norm_silu", 2, 64, 16, shapes="quick"),
     _conv("conv_bn_relu", 2, 16, 16, 28, shapes="quick"),
     _reduction("gelu_mean_pool", 4, 64, 28, 28, shapes="quick"),

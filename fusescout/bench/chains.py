@@ -193,3 +193,24 @@ def linear_mean(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 def conv_transpose_mean(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.conv_transpose2d(x, w, b, padding=1).mean((2, 3))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def biased_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """T5's: no scale, and a bias for each head that depends on the distance."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+    """Swin's, written out: a bias for each head, and a mask for each window of an image."""
+    batch, heads, tokens, width = q.shape
+    scores = q @ k.transpose(-1, -2) * width**-0.5 + bias
+    scores = scores.view(-1, mask.shape[0], heads, tokens, tokens) + mask[:, None]
+    return F.softmax(scores.view(batch, heads, tokens, tokens), dim=-1) @ v

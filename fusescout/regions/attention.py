@@ -6,8 +6,6 @@ views to a kernel that knows where things lie, and copies to a library.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from fusescout.flops import cost
 from fusescout.flow import Flow
 from fusescout.ir import Graph
@@ -16,7 +14,6 @@ from fusescout.ir import Ref
 from fusescout.ir import TensorSpec
 from fusescout.nodekinds import REGROUPS
 from fusescout.nodekinds import is_pointwise
-from fusescout.regions.rows import SOFTMAXES
 from fusescout.regions.rows import row_form
 
 ATTENTION = "scaled_dot_product_attention"
@@ -50,31 +47,39 @@ def _written_out(graph: Graph, softmax: Node) -> set[str]:
     form = row_form(softmax, graph) if softmax.op in ("softmax", "_softmax") else None
     if form is None or form.dims != (len(form.shape) - 1,):
         return set()
-    up = _walk(graph, softmax.inputs[0], lambda n: _scores(graph, n))
-    down = _walk(graph, softmax.name, lambda n: graph.users[n.name][0] if len(graph.users[n.name]) == 1 else None)
+    up, down = _back(graph, softmax.inputs[0], set()), _on(graph, softmax)
     return up | down if up and down else set()
 
 
-def _walk(graph: Graph, name: str, step: Callable[[Node], str | None]) -> set[str]:
-    """Follow `step` through pointwise and layout nodes to the next batched GEMM; none if something else comes first."""
-    path: set[str] = set()
-    current: str | None = name
-    while current is not None and len(path) < MOST_STEPS:
-        node = graph.by_name[current]
-        path.add(current)
-        if node.op in PRODUCTS:
-            return path
-        if not (is_pointwise(node) or node.op in LAYOUTS or node.op in SOFTMAXES):
-            return set()
-        current = step(node)
+def _back(graph: Graph, name: str, tried: set[str]) -> set[str]:
+    """Nodes from scores up to their product: of operands in the result's size the first that leads to one."""
+    node = graph.by_name[name]
+    if node.op in PRODUCTS:
+        return {name}
+    tried.add(name)
+    walks = is_pointwise(node) or node.op in LAYOUTS
+    if not walks or len(tried) > MOST_STEPS or not isinstance(node.out, TensorSpec):
+        return set()
+    for above in node.inputs:
+        spec = graph.by_name[above].out
+        if above not in tried and isinstance(spec, TensorSpec) and spec.numel == node.out.numel:
+            path = _back(graph, above, tried)
+            if path:
+                return path | {name}
     return set()
 
 
-def _scores(graph: Graph, node: Node) -> str | None:
-    """The input that holds the scores: of those in the result's size the first, and not a mask."""
-    specs = {i: spec for i in node.inputs if isinstance(spec := graph.by_name[i].out, TensorSpec)}
-    size = node.out.numel if isinstance(node.out, TensorSpec) else 0
-    return next((i for i, s in specs.items() if s.numel == size and s.dtype != "bool"), None)
+def _on(graph: Graph, node: Node) -> set[str]:
+    """Nodes from the weights down to their product with the values, each read by the next one only."""
+    path = {node.name}
+    while len(users := graph.users[node.name]) == 1 and len(path) < MOST_STEPS:
+        node = graph.by_name[users[0]]
+        path.add(node.name)
+        if node.op in PRODUCTS:
+            return path
+        if not (is_pointwise(node) or node.op in LAYOUTS):
+            break
+    return set()
 
 
 def _with_copies(graph: Graph, core: set[str]) -> set[str]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from attention_cases import ATTENTION
 from row_cases import PIECES
 from row_cases import ROWS
 from row_cases import WIDE
@@ -26,10 +27,10 @@ pytestmark = pytest.mark.skipif(nvcc_path() is None, reason="nvcc is not install
 
 HOPPER = Device("cuda", "NVIDIA H200", "sm_90a", 132)
 TEMPLATES = load().templates
-SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES + WINDOWED
+SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES + WINDOWED + ATTENTION
 CHOSEN = (
     "bias_gelu", "mask", "transposed", "layer_norm", "masked_softmax", "extremes", "softmax_channels",
-    "wide_group_norm", "wide_cross_entropy", "partly_rotary", "max_pool_overlap",
+    "wide_group_norm", "wide_cross_entropy", "partly_rotary", "max_pool_overlap", "windows", "bias",
 )  # fmt: skip
 
 
