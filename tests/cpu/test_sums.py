@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from sum_cases import CASES
+from sum_cases import PIXELS
+from sum_cases import traced
 from template_cases import trace
 from torch import nn
 from torch.nn import functional as F
@@ -17,48 +20,12 @@ from fusescout.contenders.framework import Framework
 from fusescout.contenders.framework import rewrites
 from fusescout.contenders.tilelang import TileLang
 from fusescout.device import Device
-from fusescout.ir import Subgraph
 from fusescout.regions import find_regions
 from fusescout.sums import is_summed
 from fusescout.verify import Verifier
 from fusescout.workload import Workload
 
 CPU = Device("cpu", "test", "x86", 1)
-ROWS, PIXELS, VOLUME = ((4, 16, 96), (48, 96), (48,)), (2, 6, 9, 11), (2, 6, 5, 6, 7)
-CASES = {
-    "columns": (lambda x, w, b: F.linear(x, w, b).mean(-1, keepdim=True), *ROWS),
-    "columns, added up": (lambda x, w, b: F.linear(x, w, b).sum(2), *ROWS),
-    "columns, scaled": (lambda x, w, b, c: ((F.linear(x, w, b) - c) * 2).mean(2), *ROWS, (48,)),
-    "columns of a wide input": (lambda x, w, b: F.linear(x, w, b).mean(1, True), (16, 1100), (33, 1100), (33,)),
-    "rows and columns": (lambda x, w, b: F.linear(x, w, b).mean((0, 1, 2)), *ROWS),
-    "rows": (lambda x, w, b: F.linear(x, w, b).mean(1), *ROWS),
-    "rows, added up": (lambda x, w: F.linear(x, w).sum((0, 1), keepdim=True), *ROWS[:2]),
-    "all pixels": (lambda x, w, b: F.conv2d(x, w, b).mean((2, 3)), PIXELS, (8, 6, 3, 3), (8,)),
-    "padded, strided": (lambda x, w: F.conv2d(x, w, None, 2, 1).sum((2, 3)), PIXELS, (8, 6, 3, 3)),
-    "padded, groups": (lambda x, w, b: F.conv2d(x, w, b, 1, 1, 1, 2).mean((2, 3), True), PIXELS, (8, 3, 3, 3), (8,)),
-    "transposed": (lambda x, w, b: F.conv_transpose3d(x, w, b).mean((2, 3, 4)), VOLUME, (6, 8, 3, 3, 3), (8,)),
-    "one dimension": (
-        lambda x, w, b: F.conv_transpose3d(x, w, b, 1, 1).mean(2, keepdim=True), VOLUME, (6, 8, 3, 3, 3), (8,)
-    ),
-    "one, strided": (lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1).mean(3), PIXELS, (6, 8, 3, 3), (8,)),
-    "groups, transposed": (
-        lambda x, w, b: F.conv_transpose2d(x, w, b, 1, 0, 0, 2).mean((2, 3)), PIXELS, (6, 4, 3, 3), (8,)
-    ),
-    "pooled": (
-        lambda x, w, b: F.adaptive_avg_pool2d(F.conv_transpose2d(x, w, b) * 1.5, 1), PIXELS, (6, 8, 3, 3), (8,)
-    ),
-}  # fmt: skip
-
-
-def traced(name: str, dtype: torch.dtype) -> tuple[Subgraph, list[torch.Tensor]]:
-    """A case's sub-graph, all but the first input constant, and its inputs."""
-    function, *shapes = CASES[name]
-    generator = torch.Generator().manual_seed(1)
-    given = [torch.randn(s, generator=generator) / (s[1] ** 0.5 if k == 1 else 1) for k, s in enumerate(shapes)]
-    given = [t.to(dtype) for t in given]
-    graph, inputs = trace(function, tuple(given))
-    inputs_of = tuple(replace(s, constant=t is not given[0]) for s, t in zip(graph.inputs, inputs, strict=True))
-    return replace(graph, inputs=inputs_of), inputs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
