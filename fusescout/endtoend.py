@@ -8,30 +8,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from fusescout.capture.dynamo import forgotten
-from fusescout.capture.protect import protected
+from fusescout import rivals
 from fusescout.config import Config
-from fusescout.errors import NO_SPACE
 from fusescout.errors import CompositionUnavailable
-from fusescout.errors import DiskFull
-from fusescout.errors import in_a_line
 from fusescout.modelcheck import ModelJudge
+from fusescout.nest import tensors
+from fusescout.onetrace import OneTrace
 from fusescout.patching import Backend
 from fusescout.plan import Composition
 from fusescout.plan import Plan
-from fusescout.rng import leave_capture
+from fusescout.rivals import Rivals
 from fusescout.session import EndToEnd
 from fusescout.session import Interval
 from fusescout.session import Rival
 from fusescout.stats import median_interval
 from fusescout.stats import ratio
+from fusescout.ways import Way
+from fusescout.ways import compiling
+from fusescout.ways import failure
+from fusescout.ways import most_bytes
+from fusescout.ways import seconds
+from fusescout.ways import stepper
+from fusescout.ways import untouched
+from fusescout.ways import warm
 from fusescout.workload import Workload
 
 SAMPLE_S = 0.02
@@ -41,21 +44,10 @@ ENOUGH_ROUNDS, BUDGET_S = 6, 5.5
 NOTHING_REPLACED = "No planned chain was replaced"
 DISTURBED = 0.1
 """Eager's time over its own, measured again in the same rounds, from which the verdict says so."""
+COPIED_BYTES_PER_S, COPIED_SHARE = 1e12, 0.01
+"""A CUDA graph copies the inputs of each call. Up to this share of a step, at this rate, that decides nothing."""
+REPLAYED = "Not built: with CUDA graphs the same code is replayed without its launches"
 OnEvent = Callable[[str, int, int, str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to run the whole model, built and warmed up."""
-
-    name: str
-    model: Callable[..., Any]
-    step: Callable[[], Any]
-    compile_s: float
-    backend: Backend | None = None
-    composition: Composition | None = None
-    peak_bytes: int | None = None
-    note: str = ""
 
 
 def compare(
@@ -65,6 +57,7 @@ def compare(
     on_event: OnEvent,
     compiled: Plan | None = None,
     budget_s: float = BUDGET_S,
+    built: Rivals | None = None,
 ) -> tuple[EndToEnd, Plan]:
     """Measure a plan on the whole model, and drop what fails there.
 
@@ -75,21 +68,21 @@ def compare(
         on_event: hears of progress.
         compiled: what to replace where Inductor runs the rest; the same plan by default.
         budget_s: seconds from which no further round begins, once there are a few.
+        built: the framework's ways, if they are built already; the caller is inside of the `compiling` they were
+            built in.
 
     Returns:
         The verdict, and the plan that it holds for: entries that break the model are dropped by bisection, and the
         composition is the fastest measured one. If nothing beats eager the plan comes back empty.
     """
-    limits: Any = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
-    with torch._dynamo.config.patch(**limits), forgotten(), _untouched(workload):
-        judge = ModelJudge(workload)
-        bench = _Bench(workload, config, judge, on_event)
-        bench.add_framework()
+    with compiling(workload):
+        bench = _Bench(workload, config, ModelJudge(workload), on_event)
+        bench.add_framework(built or rivals.build(workload, config, on_event))
         for composition in compositions(config, workload):
             bench.add_patched(plan if composition == "eager" or compiled is None else compiled, composition)
-        with _untouched(workload):
+        with untouched(workload):
             samples = measure(bench.ways, config.rounds, workload.device, on_event, budget_s)
-        return _conclude(plan, bench.ways, bench.failed, samples, judge, bench.dropped, config)
+        return _conclude(plan, bench.ways, bench.failed, samples, bench.judge, bench.dropped, config)
 
 
 class _Bench:
@@ -97,35 +90,33 @@ class _Bench:
 
     def __init__(self, workload: Workload, config: Config, judge: ModelJudge, on_event: OnEvent) -> None:
         self.workload, self.config, self.judge, self.on_event = workload, config, judge, on_event
-        step = _stepper(workload)
-        with _untouched(workload):
-            peak_bytes = _peak_bytes(step, workload.device)
+        self.trace, self.traced_s = OneTrace(workload.model), 0.0
+        step = stepper(workload)
+        with untouched(workload):
+            peak_bytes = most_bytes(step, workload.device)
         eager = Way("eager", workload.model, step, 0.0, peak_bytes=peak_bytes)
         self.ways = [eager, replace(eager, name="eager again")]
         self.failed: list[Rival] = []
         self.dropped: list[str] = []
 
-    def add_framework(self) -> None:
-        """The framework's own ways."""
-        cuda = self.workload.device.startswith("cuda")
-        rivals: list[tuple[str, dict[str, Any]]] = [("compile", {})]
-        if cuda:
-            rivals.append(("compile + CUDA graphs", {"mode": "reduce-overhead"}))
-        if self.config.effort == "max":
-            rivals.append(("compile max-autotune", {"mode": "max-autotune" if cuda else "max-autotune-no-cudagraphs"}))
-        for name, options in rivals:
-            self.on_event("end to end", 0, 0, f"building {name}")
+    def add_framework(self, built: Rivals) -> None:
+        """The framework's own ways; whether each is as exact as eager is noted."""
+        self.failed += built.failed
+        for way in built.ways:
             try:
-                way = _warm(name, self.workload, torch.compile(self.workload.model, dynamic=False, **options))
-                off = self.judge.hear(name, way.model)
-                self.ways.append(replace(way, note=f"By the rule for patched models it is off: {off}" if off else ""))
+                off = self.judge.hear(way.name, way.model)
             except Exception as error:  # isolation boundary: a rival that can't run is a fact to report
-                self.failed.append(Rival(name=name, reason=self._failure(name, error)))
+                self.failed.append(Rival(name=way.name, reason=failure(way.name, self.workload, error)))
+                continue
+            self.ways.append(replace(way, note=f"By the rule for patched models it is off: {off}" if off else ""))
 
     def add_patched(self, plan: Plan, composition: Composition) -> None:
         """The patched model; entries that make it wrong are dropped first."""
         plan = plan.composed(composition).without(set(self.dropped))
         name = f"patched, rest {composition}"
+        if composition == "inductor" and not plan.is_empty and any(map(self._replays, self.ways)):
+            self.failed.append(Rival(name=name, reason=REPLAYED))
+            return
         while not plan.is_empty:
             self.on_event("end to end", 0, 0, f"building {name}")
             way = self._try(plan)
@@ -142,26 +133,38 @@ class _Bench:
             self.dropped.append(culprit)
             plan = plan.without({culprit})
 
+    def _replays(self, way: Way) -> bool:
+        """Whether a way's CUDA graphs replay all that Inductor made, and copy too little to lose by it."""
+        if way.backend is None or way.composition != "cudagraph" or way.backend.counters.fallbacks:
+            return False
+        nbytes = sum(t.nbytes for t in tensors((self.workload.args, self.workload.kwargs)))
+        with untouched(self.workload):
+            step_s = seconds(way.step, self.workload.device, 3)
+        return nbytes / COPIED_BYTES_PER_S <= COPIED_SHARE * step_s
+
     def _try(self, plan: Plan) -> Way | str:
         """The patched model ready to be timed, or what is wrong with it."""
         backend, skipped = Backend(plan, cache_dir=self.config.cache_dir), _graphs_skipped()
-        name = f"patched, rest {plan.composition}"
+        name, model = f"patched, rest {plan.composition}", self.workload.model
         try:
-            compiled = torch.compile(self.workload.model, backend=backend, dynamic=False)
-            way = _warm(name, self.workload, compiled)
+            if not self.traced_s:
+                self.traced_s = self._seconds_to_trace()
+            way = warm(name, self.workload, self.trace.carried_out(model, backend))
             if plan.composition == "cudagraph" and _graphs_skipped() > skipped:
                 return "Inductor refuses to capture it: it writes its inputs, or some of it runs on the CPU"
             verdict = self.judge.check(way.model)
         except Exception as error:  # isolation boundary: the framework's code stays where the patch can't run
-            return self._failure(name, error)
-        return verdict if isinstance(verdict, str) else replace(way, backend=backend, composition=plan.composition)
+            return failure(name, self.workload, error)
+        if isinstance(verdict, str):
+            return verdict
+        compile_s = way.compile_s + self.traced_s  # what the way alone would have taken
+        return replace(way, compile_s=compile_s, backend=backend, composition=plan.composition)
 
-    def _failure(self, name: str, error: Exception) -> str:
-        """Why a way can't run; a full disk says nothing about it."""
-        leave_capture(self.workload.device)
-        if NO_SPACE in str(error):
-            raise DiskFull(name, str(error)) from error
-        return in_a_line(error)
+    def _seconds_to_trace(self) -> float:
+        """Trace the model for all patched ways."""
+        traced = stepper(replace(self.workload, model=self.trace.carried_out(self.workload.model, None)))
+        with untouched(self.workload):
+            return seconds(traced, self.workload.device)
 
     def _culprit(self, plan: Plan) -> str | None:
         """The entry that alone makes the model wrong with an eager rest, by bisection; None if it is not an entry."""
@@ -183,7 +186,7 @@ def _why(backend: Backend) -> str:
 
 
 def compositions(config: Config, workload: Workload) -> tuple[Composition, ...]:
-    """The ways to run the rest that the settings allow here.
+    """The ways to run the rest that the settings allow here, in the order they are tried.
 
     Raises:
         CompositionUnavailable: CUDA graphs are asked for and the model is not on a GPU.
@@ -193,75 +196,12 @@ def compositions(config: Config, workload: Workload) -> tuple[Composition, ...]:
     if config.compose != "auto":
         return (config.compose,)
     graphs = workload.device.startswith("cuda") and workload.mode == "inference"
-    return ("eager", "inductor", "cudagraph") if graphs else ("eager", "inductor")
-
-
-def _warm(name: str, workload: Workload, model: Any) -> Way:
-    """Call it until it is compiled: once, and on CUDA twice, since CUDA graphs are captured in a second call."""
-
-    step = _stepper(replace(workload, model=model))
-    with _untouched(workload):
-        start = time.perf_counter()
-        for _ in range(2 if workload.device.startswith("cuda") else 1):
-            step()
-        _synchronize(workload.device)
-        compile_s = time.perf_counter() - start
-        peak_bytes = _peak_bytes(step, workload.device)
-    return Way(name, model, step, compile_s, peak_bytes=peak_bytes)
-
-
-def _peak_bytes(step: Callable[[], Any], device: str) -> int | None:
-    """Most memory one step holds beyond what is held before it; None where that isn't known.
-
-    A step that takes none replays a CUDA graph, whose pool is held all the time and shared with other graphs.
-    """
-    if not device.startswith("cuda"):
-        return None
-    _synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    step()
-    _synchronize(device)
-    return (torch.cuda.max_memory_allocated(device) - before) or None
-
-
-def _untouched(workload: Workload) -> AbstractContextManager[None]:
-    """Buffers, gradients and random state are put back after: each check and each way starts from the same model."""
-    return protected(getattr(workload.model, "_orig_mod", workload.model))
-
-
-def _stepper(workload: Workload) -> Callable[[], Any]:
-    """One step; in training the gradients are dropped first, as an optimizer's zero_grad does."""
-    if workload.mode != "training":
-        return workload.step
-    parameters = list(workload.model.parameters())
-
-    def step() -> Any:
-        for parameter in parameters:
-            parameter.grad = None
-        return workload.step()
-
-    return step
+    return ("eager", "cudagraph", "inductor") if graphs else ("eager", "inductor")
 
 
 def _graphs_skipped() -> int:
     """How many graphs Inductor has declined to capture in a CUDA graph so far; it then runs them without one."""
     return int(torch._dynamo.utils.counters["inductor"]["cudagraph_skips"])
-
-
-def _synchronize(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
-def _seconds(step: Callable[[], Any], device: str, count: int) -> float:
-    """Of one step, in a sample of several."""
-    _synchronize(device)
-    start = time.perf_counter()
-    for _ in range(count):
-        step()
-    _synchronize(device)
-    return (time.perf_counter() - start) / count
 
 
 def measure(
@@ -276,10 +216,10 @@ def measure(
             break
         on_event("end to end", number, rounds, "measuring")
         for way in ways if number % 2 == 0 else reversed(ways):
-            first_s = _seconds(way.step, device, 1)
+            first_s = seconds(way.step, device)
             count = repeats.setdefault(way.name, max(1, round(SAMPLE_S / max(first_s, 1e-6))))
             # The way before it left other data in the caches: in a call of 20 ms that is not noticed, so it counts.
-            sample_s = first_s if count == 1 else _seconds(way.step, device, count)
+            sample_s = first_s if count == 1 else seconds(way.step, device, count)
             samples[way.name].append(sample_s * 1e6)
     return samples
 

@@ -14,6 +14,7 @@ import json
 import threading
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ from fusescout.probe import describe_device
 from fusescout.rewrite import Prepared
 from fusescout.rewrite import rewrite
 
+Trace = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
 NOT_PLANNED = "no chain of it is in the plan"
 
 
@@ -89,7 +91,8 @@ class Backend:
         self._operators: dict[str, Any] = {}
         self._lock = threading.RLock()
 
-    def __call__(self, module: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    def __call__(self, module: fx.GraphModule, inputs: list[Any], trace: Trace = to_aten) -> Callable[..., Any]:
+        """Carry out the plan in one graph; `trace` brings it to ATen, and may have done so before."""
         with self._lock:
             self.counters.captures += 1
             number = self.counters.captures - 1
@@ -97,7 +100,7 @@ class Backend:
                 self.counters.fallbacks[f"graph {number}"] = f"{DISABLE} is set"
                 return run_eagerly(module)
             try:
-                aten = to_aten(module, inputs)
+                aten = trace(module, inputs)
                 once = compute_once(aten) if self.plan.computed_once else Once()
                 relaid = self._relaid(number, aten)
                 graph = encode_graph(aten, number)

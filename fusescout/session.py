@@ -224,7 +224,8 @@ class Rival(Record):
     compile_s: float = 0.0
     reason: str = ""
     peak_bytes: int | None = None
-    """Most device memory that a step held beyond what was held before; None where that is unknown: CPU, CUDA graphs."""
+    """Most device memory that a step held beyond what was held before, with CUDA graphs of a step before its capture;
+    None where that is unknown, as on the CPU."""
 
 
 class EndToEnd(Record):

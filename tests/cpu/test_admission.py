@@ -13,6 +13,7 @@ from torch import nn
 
 import fusescout
 from fusescout import endtoend
+from fusescout import rivals
 from fusescout.config import Config
 from fusescout.errors import AlreadyCompiled
 from fusescout.errors import DiskFull
@@ -79,14 +80,18 @@ def test_without_torch_the_calls_say_what_to_install(monkeypatch: pytest.MonkeyP
     assert fusescout.Plan is Plan
 
 
-@pytest.mark.parametrize("step", [lambda bench: bench.add_framework(), lambda bench: bench._try(empty_plan())])
+@pytest.mark.parametrize(
+    "step",
+    [lambda bench: rivals.build(bench.workload, Config(), bench.on_event), lambda bench: bench._try(empty_plan())],
+)
 def test_a_full_disk_ends_the_comparison(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a rival nor the patched model is at fault then."""
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/tmp/inductor/k.so")
 
-    monkeypatch.setattr(endtoend, "_warm", full)
+    for module in (endtoend, rivals):
+        monkeypatch.setattr(module, "warm", full)
     workload = build(nn.Linear(3, 3), (X,))
     bench = endtoend._Bench(workload, Config(), ModelJudge(workload), lambda *_: None)
     with pytest.raises(DiskFull, match="No space left"):
