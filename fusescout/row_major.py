@@ -8,6 +8,8 @@ the operands of a pointwise operator that would give transposed memory are copie
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 from torch import fx
@@ -39,7 +41,7 @@ def _is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and op_class(target_name(node)) == "pointwise"
 
 
-def _is_turned(value: object) -> bool:
+def _is_turned(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dim() > 1 and not value.is_contiguous()
 
 

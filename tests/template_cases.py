@@ -218,7 +218,7 @@ def _tails() -> tuple[Tensor, Tensor]:
 
 
 def _crosswise(x: Tensor, y: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    return (s := torch.relu(x + y) * b), s > 0.5
+    return torch.relu(x + y) * b, x > y
 
 
 POINTWISE = [

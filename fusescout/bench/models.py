@@ -21,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fusescout.bench.onemodel import PROGRESS
 from fusescout.bench.records import ModelBench
 from fusescout.bench.records import ModelRow
 from fusescout.bench.suite import Model
@@ -125,7 +126,7 @@ def _child(request: Mapping[str, Any], environment: dict[str, str], each_s: floa
         try:
             process.communicate(json.dumps(request).encode(), timeout=each_s)
         except subprocess.TimeoutExpired:
-            return f"It took more than {each_s:.0f} s and was stopped."
+            return f"It took more than {each_s:.0f} s and was stopped{_last_event(Path(request['folder']))}."
         finally:
             with suppress(ProcessLookupError):  # it and all it started are gone
                 os.killpg(process.pid, signal.SIGKILL)
@@ -136,6 +137,14 @@ def _child(request: Mapping[str, Any], environment: dict[str, str], each_s: floa
         lines = errors.read().decode(errors="replace").strip().splitlines()
         how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit code {process.returncode}"
         return f"It ended with {how}: {lines[-1][:300] if lines else 'no message'}"
+
+
+def _last_event(folder: Path) -> str:
+    """What an analysis that was stopped had begun last."""
+    with suppress(OSError):
+        lines = (folder / PROGRESS).read_text().splitlines()
+        return f"; begun last, after {lines[-1]}" if lines else ""
+    return ""
 
 
 def _empty(model: Model, dtype: str, reason: str) -> ModelRow:

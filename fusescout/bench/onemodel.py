@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
+
+PROGRESS = "progress.txt"
+"""In the run folder: seconds since the start and what was begun then, a line each."""
 
 
 def main() -> None:
@@ -30,7 +34,13 @@ def main() -> None:
     )
     folder = Path(request["folder"])
     folder.mkdir(parents=True, exist_ok=True)
-    write(run(workload, config, lambda stage, done, total, text: None, folder), folder)
+    start = time.perf_counter()
+    with (folder / PROGRESS).open("w", buffering=1) as progress:
+
+        def on_event(stage: str, done: int, total: int, text: str) -> None:
+            progress.write(f"{time.perf_counter() - start:.1f} s: {stage} {done}/{total} {text}\n")
+
+        write(run(workload, config, on_event, folder), folder)
 
 
 if __name__ == "__main__":

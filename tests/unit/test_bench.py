@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from sample_session import all_kept
 
 from fusescout import cli
 from fusescout.bench import cases
+from fusescout.bench import models
 from fusescout.bench import suite
 from fusescout.bench import tables
 from fusescout.bench.models import row_of
@@ -223,3 +225,15 @@ def test_a_session_of_version_1_is_still_read(tmp_path: Path) -> None:
     (tmp_path / "session.json").write_text(text.replace('"schema_version":2', '"schema_version":1'))
     assert '"schema_version":1' in (tmp_path / "session.json").read_text()
     assert Session.load(tmp_path) == accepted()
+
+
+def test_a_model_that_was_stopped_says_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = "import sys, time; open(sys.argv[1], 'w').write('0.1 s: race 1/4 a\\n2.5 s: race 2/4 b\\n'); time.sleep(60)"
+    start = subprocess.Popen
+
+    def slow(command: list[str], **how: Any) -> Any:
+        return start([sys.executable, "-c", late, str(tmp_path / "progress.txt")], **how)
+
+    monkeypatch.setattr(models.subprocess, "Popen", slow)
+    reason = models._child({"folder": str(tmp_path)}, {}, 1.5)
+    assert reason == "It took more than 2 s and was stopped; begun last, after 2.5 s: race 2/4 b."
