@@ -30,6 +30,8 @@ MIN_SHARE = 0.005
 """A chain whose largest possible gain is below this share of the step isn't raced: it is less than the noise floor."""
 ONE_OP_SLACK = 1.5
 """A single operator is a candidate only if it takes this many times its physical bound: else one kernel is right."""
+TF32_SLOWDOWN = 2
+"""TF32, which cuDNN takes for float32 convolutions unless that is forbidden, has half of bfloat16's rate."""
 SPLIT_PRODUCTS = 6
 """bfloat16 products that make one as exact as float32 arithmetic: of three addends a factor the six larger ones."""
 
@@ -166,7 +168,8 @@ def lower_bound(subgraph: Subgraph, device: Device, seen_us: float = math.inf) -
         rates = device.flops_per_s
         rate = rates.get(dtype) or max(rates.values(), default=0.0)
         if dtype == "float32" and device.kind == "cuda":
-            rate = max(rate, rates.get("bfloat16", 0.0) / SPLIT_PRODUCTS)
+            convolves = all(op_class(op.target) == "conv" for op in heavy)
+            rate = max(rate, rates.get("bfloat16", 0.0) / (TF32_SLOWDOWN if convolves else SPLIT_PRODUCTS))
         gemm_flops = sum(cost(op, [subgraph.value(i) for i in op.inputs])[0] for op in heavy)
         compute_s = gemm_flops / rate if rate else 0.0
         if compute_s * 1e6 > seen_us:

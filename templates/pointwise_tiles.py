@@ -2,7 +2,8 @@
 
 A flat walk reads the operand that lies crosswise one element a sector. Here the lanes of a warp are a patch of rows and
 columns that fills whole 32-byte sectors either way: a lane has one vector of neighbouring elements along the walk's
-last dimension, and lanes side by side across it have neighbours in the other operand.
+last dimension, and lanes side by side across it have neighbours in the other operand. Where rows are no multiple of
+such a vector it is shorter, and sectors are filled by more lanes, as far as there are any.
 """
 
 import math
@@ -20,8 +21,9 @@ from fusescout.templates.space import Space
 from fusescout.ir import DTYPE_BYTES
 from fusescout.template import Config
 
-SECTOR_BYTES, VECTOR_BYTES, WARP = 32, 16, 32
-LEAST_ROWS = 16
+SECTOR_BYTES, VECTOR_BYTES, WARP, MOST_LANES = 32, 16, 32, 8
+LEAST = 16
+"""Rows and columns."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,18 @@ class Patch:
 
 
 def patch(space: Space) -> Patch | None:
-    """The patch for a space of which some operand lies crosswise, and whose rows are whole patches; else None."""
+    """The patch for a space of which some operand lies crosswise, if there are enough rows and columns; else None."""
     space = space.collapsed()
     crosswise = [o for o in space.operands if not o.is_scalar and o.strides[-1] > 1 and 1 in o.strides]
     if not crosswise or not any(o.strides and o.strides[-1] == 1 for o in space.operands):
         return None
     across = max(range(len(space.sizes)), key=lambda k: sum(o.strides[k] == 1 for o in crosswise))
-    vector = VECTOR_BYTES // max(DTYPE_BYTES[o.dtype] for o in space.operands)
-    rows = SECTOR_BYTES // min(DTYPE_BYTES[o.dtype] for o in crosswise)
-    found = Patch(space, across, max(vector, 2), max(WARP // rows, 1))
-    fits = found.columns % (found.lanes * found.vector) == 0 and found.rows >= LEAST_ROWS
-    return found if fits else None
+    widest = VECTOR_BYTES // max(DTYPE_BYTES[o.dtype] for o in space.operands)
+    vector = math.gcd(max(widest, 2), space.sizes[-1])
+    smallest = min(DTYPE_BYTES[o.dtype] for o in crosswise)
+    lanes = max(WARP * smallest // SECTOR_BYTES, SECTOR_BYTES // (vector * smallest))
+    found = Patch(space, across, vector, min(lanes, MOST_LANES))
+    return found if min(found.columns, found.rows) >= LEAST else None
 
 
 def configs(found: Patch) -> list[Config]:
@@ -74,29 +77,30 @@ def tiled(
     """Text of the kernel's body; `chain` gives the lines of one element from the names of its operands' elements."""
     space, vector, repeats = found.space, found.vector, config["rows"]
     warps, width = config["threads"] // WARP, found.lanes * vector
-    beside = math.gcd(warps, found.columns // width)  # warps side by side along the last dimension
+    beside = math.gcd(warps, -(-found.columns // width))  # warps side by side along the last dimension
     step = warps // beside * (WARP // found.lanes)  # rows of a block for each row of a thread
-    across, along = -(-found.rows // (step * repeats)), found.columns // (beside * width)
+    across, along = -(-found.rows // (step * repeats)), -(-found.columns // (beside * width))
     outer = [k for k in range(len(space.sizes) - 1) if k != found.across]
     blocks = math.prod(space.sizes[k] for k in outer) * across * along
-    ragged = found.rows % (step * repeats) != 0
+    ragged, cut = found.rows % (step * repeats) != 0, found.columns % width != 0
 
-    def at(o: Operand, row: str) -> str:
+    def at(o: Operand, row: str, col: str) -> str:
         """The start of a lane's vector in an operand."""
         terms, inner = [], math.prod(space.sizes[k] for k in outer)
         for k in outer:
             inner //= space.sizes[k]
             if o.strides[k]:
                 terms.append(f"batch // {inner} % {space.sizes[k]} * {o.strides[k]}")
-        terms += [f"({text}) * {s}" for text, s in ((row, o.strides[found.across]), ("col", o.strides[-1])) if s]
+        terms += [f"({text}) * {s}" for text, s in ((row, o.strides[found.across]), (col, o.strides[-1])) if s]
         return " + ".join([*terms, str(o.offset)])
 
-    def place(o: Operand, row: str) -> str:
-        return f"{o.buffer}[{at(o, row)} + v * {o.strides[-1]}]" if o.strides[-1] else f"{o.buffer}[{at(o, row)}]"
+    def place(o: Operand, row: str, col: str = "col") -> str:
+        start = at(o, row, col)
+        return f"{o.buffer}[{start} + v * {o.strides[-1]}]" if o.strides[-1] else f"{o.buffer}[{start}]"
 
     def wide(o: Operand) -> bool:
         even = all(s % vector == 0 for s in (*o.strides[:-1], o.offset))
-        return o.strides[-1] == 1 and even and o.spec.aligned
+        return vector > 1 and o.strides[-1] == 1 and even and o.spec.aligned
 
     def loop(o: Operand) -> str:
         return f"for v in T.{'vectorized' if wide(o) else 'unroll'}({vector}):"
@@ -118,12 +122,14 @@ def tiled(
         f"for i in T.unroll({repeats}):",
     ]
     for o in space.inputs:
-        if o in held:  # rows behind the last one are read from it
+        if o in held:  # rows and columns behind the last ones are read from these
             clamped = f"T.min({row}, {found.rows - 1})" if ragged else row
-            lines += [f"    {loop(o)}", f"        {o.name}_r[i, v] = {place(o, clamped)}"]
+            col = f"T.min(col, {found.columns - vector})" if cut else "col"
+            lines += [f"    {loop(o)}", f"        {o.name}_r[i, v] = {place(o, clamped, col)}"]
     lines += [f"for i in T.unroll({repeats}):", f"    for v in T.unroll({vector}):", *(f"        {b}" for b in body)]
     lines.append(f"for i in T.unroll({repeats}):")
-    guard = [f"    if {row} < {found.rows}:"] if ragged else []
+    inside = [f"{row} < {found.rows}"] * ragged + [f"col < {found.columns}"] * cut
+    guard = [f"    if {' and '.join(inside)}:"] if inside else []
     for o in space.outputs:
         deeper = "    " * (1 + len(guard))
         lines += [*guard, f"{deeper}{loop(o)}", f"{deeper}    {place(o, row)} = {o.name}_r[i, v]"]

@@ -221,6 +221,10 @@ def _crosswise(x: Tensor, y: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return torch.relu(x + y) * b, x > y
 
 
+def _last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
 POINTWISE = [
     Case("gated_tails", "pointwise", _gated_tails, _tails),
     Case("bias_gelu", "pointwise", _bias_gelu, lambda: (randn(3, 37, 768), randn(768))),
@@ -238,6 +242,7 @@ POINTWISE = [
     Case("batch_norm", "pointwise", _batch_norm, lambda: (_channels()[0].contiguous(), *_channels()[1:])),
     Case("transposed", "pointwise", lambda x, y: x * y + 1, lambda: (randn(130, 65).t(), randn(65, 130))),
     Case("crosswise", "pointwise", _crosswise, lambda: (randn(3, 50, 48), randn(3, 48, 50).transpose(1, 2), randn(48))),
+    Case("relaid", "pointwise", lambda x: (torch.relu(x) * 2).contiguous(), lambda: (_last(randn(2, 20, 7, 9)),)),
     Case("sliced", "pointwise", lambda x: F.silu(x) + 0.5, lambda: (randn(33, 100)[:, 3:96],)),
     Case("expanded", "pointwise", lambda x, y: x - y * 2, lambda: (randn(5, 1).expand(5, 64), randn(5, 64))),
     Case(

@@ -23,6 +23,8 @@ from fusescout.nodekinds import is_pointwise
 from fusescout.nodekinds import shape_of
 from fusescout.regions.attention import find_attention
 from fusescout.regions.convolutions import and_convolutions
+from fusescout.regions.copies import and_copies
+from fusescout.regions.copies import find_copies
 from fusescout.regions.losses import find_losses
 from fusescout.regions.pieces import find_pieces
 from fusescout.regions.pooled import find_pooled
@@ -82,11 +84,13 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
         add(family, names)
     for names in find_pooled(graph):
         add("conv_epilogue", names)
-    for names in find_rows(flow):
-        add("rowwise", names)
-        add("conv_epilogue", and_convolutions(graph, names))
-    for names in (*_pointwise(flow), *find_pieces(flow)):
-        add("pointwise", names)
+    rows, points = find_rows(flow), [*_pointwise(flow), *find_pieces(flow)]
+    for family, regions in (("rowwise", rows), ("pointwise", points)):
+        for region in regions:
+            for names in (region, and_copies(graph, region)):
+                add(family, names)
+                add("conv_epilogue", and_convolutions(graph, names))
+    for names in find_copies(graph):
         add("conv_epilogue", and_convolutions(graph, names))
     return tuple(found.values())
 

@@ -1,5 +1,6 @@
 """Patches for operands that lie crosswise: where they are offered, and their CUDA text run thread by thread here."""
 
+import math
 import re
 
 import pytest
@@ -25,6 +26,8 @@ def two_results(x, y, b):
 CASES = {
     "a batch, rows that end within a patch": (two_results, (2, 41, 48), (2, 48, 41), (48,)),
     "float32": (lambda x, y: torch.relu(x.t()) * 2 - y, (33, 32), (32, 33)),
+    "rows of odd length": (lambda x, y: torch.relu(x) * 2 + y, (2, 35, 5, 9), (2, 35, 5, 9)),
+    "rows that end within a warp, float32": (lambda x, y: x * y, (2, 21, 38), (2, 38, 21)),
     "channels last meets channels first": (lambda x, y: torch.relu(x) + y, (2, 32, 8, 6), (2, 32, 8, 6)),
 }
 
@@ -38,15 +41,19 @@ def test_patches_run_thread_by_thread(name, tmp_path):
     function, *shapes = CASES[name]
     dtype = torch.float32 if "float32" in name else BF16
     given = [randn(*s, seed=k).to(dtype) for k, s in enumerate(shapes)]
-    if "channels" in name:
+    if given[1].dim() == 4:
         given[1] = given[1].contiguous(memory_format=torch.channels_last)
+    if "warp" in name:
+        given[1] = given[1].transpose(1, 2)
     graph, inputs = trace(function, tuple(given))
     eager, truth = reference.build(graph)(inputs), reference.build(graph, "float64")([t.double() for t in inputs])
     assert len(crosswise(graph)) == 3
-    for number, config in enumerate(crosswise(graph)):
+    for number, config in enumerate(crosswise(graph)[: 1 if name.startswith("rows") else 3]):
         kernel = pointwise.kernel(graph, config, HOPPER)
         source = lowered(kernel).kernel_source
-        assert f"*({'float4' if dtype == torch.float32 else 'uint4'}*)" in source
+        vectors = {4: "float4", 2: "float2"} if dtype == torch.float32 else {8: "uint4"}
+        if wide := vectors.get(math.gcd(8 if dtype == BF16 else 4, graph.output_specs[0].shape[-1])):
+            assert f"*({wide}*)" in source
         outputs = [torch.empty_strided(o.shape, o.stride(), dtype=o.dtype) for o in eager]
         for o in outputs:
             o.untyped_storage().fill_(0xFF)
@@ -65,8 +72,8 @@ def test_a_walk_that_suits_all_operands_stays_flat():
         (lambda x, y: x * y + 1, (64, 64), (64, 1)),
         (lambda x, y: x.t() * y.t() + 1, (64, 64), (64, 64)),
         (lambda x, y: x.permute(0, 2, 1, 3) * 2 + y, (2, 24, 3, 64), (2, 3, 24, 64)),
-        (lambda x, y: x + y.t(), (64, 50), (50, 64)),  # 50 columns are no whole patches of 16
-        (lambda x, y: x + y.t(), (8, 64), (64, 8)),  # so few rows that sectors stay half empty
+        (lambda x, y: x + y.t(), (64, 12), (12, 64)),  # so few columns, and below rows, that sectors stay half empty
+        (lambda x, y: x + y.t(), (8, 64), (64, 8)),
     ):
         graph, _ = trace(function, tuple(torch.empty(s, dtype=BF16, device="meta") for s in shapes))
         assert not crosswise(graph)

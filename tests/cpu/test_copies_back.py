@@ -1,0 +1,81 @@
+"""What a channels-last model computes last is written in the order that comes out of it, without a copy of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from conv_models import captured
+from torch import nn
+
+from fusescout.capture import activations
+from fusescout.contenders.tilelang import TileLang
+from fusescout.device import Device
+from fusescout.ir import Subgraph
+from fusescout.patching import patch
+from fusescout.plan import Entry
+from fusescout.plan import Plan
+from fusescout.probe import describe_device
+from fusescout.regions import find_regions
+from fusescout.verify import Verifier
+
+CPU, HOPPER = Device("cpu", "test", "x86", 1), Device("cuda", "NVIDIA H200", "sm_90a", 132)
+TAIL = ("relu", "sigmoid", "mul", "clone")
+X = torch.randn(2, 3, 11, 11, generator=torch.Generator().manual_seed(0))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.other = nn.Conv2d(3, 24, 3), nn.Conv2d(24, 20, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.relu(self.conv(x))
+        return torch.sigmoid(y) * 2, self.other(y)
+
+
+def chains() -> dict[tuple[str, ...], tuple[Subgraph, list[torch.Tensor]]]:
+    graph = captured(Model().eval(), X, "channels_last")
+    found = {}
+    for region in find_regions(graph.graph):
+        subgraph, names = graph.graph.subgraph(region.nodes)
+        values = activations.record(graph, set(names))
+        found[subgraph.chain] = subgraph, [values[n] for n in names]
+    return found
+
+
+def test_the_copy_is_part_of_the_chain_before_it(tmp_path: Path) -> None:
+    found = chains()
+    assert {TAIL, ("conv2d", "clone")} <= set(found)
+    graph, inputs = found[TAIL]
+    assert not inputs[0].is_contiguous()
+    contender = TileLang(cache_dir=tmp_path)
+    built = contender.build(graph, contender.variants(graph, CPU, "quick")[0], CPU)
+    assert Verifier(graph, inputs, "cpu").check(built.run, "full").reason == ""
+    walks = contender.variants(graph, HOPPER, "quick")
+    assert {v["template"] for v in walks} == {"pointwise"}
+    assert "rows" in walks[0]  # patches: it reads one order and writes the other
+    joined, _ = found["conv2d", "clone"]
+    assert "rows" in contender.variants(joined, HOPPER, "quick")[0]  # with the bias
+
+
+def test_a_patched_model_gives_the_same_strides(tmp_path: Path) -> None:
+    model, contender = Model().eval(), TileLang(cache_dir=tmp_path)
+    graph, _ = chains()[TAIL]
+    entry = Entry(
+        id="tail", family="pointwise", chain=list(graph.chain), subgraph=graph.to_json(), contender="tilelang",
+        variant=dict(contender.variants(graph, CPU, "quick")[0]), sites=1,
+    )  # fmt: skip
+    plan = Plan(
+        target="t", mode="inference", device_kind="cpu", device_name=describe_device("cpu").name,
+        torch=torch.__version__, entries=[entry], memory_format="channels_last",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.no_grad():
+        wanted = model(X)
+        with patch(model, plan) as handle:
+            got = model(X)
+            assert (handle.counters.sites, handle.counters.fallbacks) == (1, {})
+    for one, other in zip(got, wanted, strict=True):
+        assert one.stride() == other.stride()
+        assert torch.allclose(one, other, atol=1e-5)
