@@ -21,7 +21,7 @@ from fusescout.templates.space import Space
 from fusescout.ir import DTYPE_BYTES
 from fusescout.template import Config
 
-SECTOR_BYTES, VECTOR_BYTES, WARP, MOST_LANES = 32, 16, 32, 8
+SECTOR_BYTES, LINE_BYTES, VECTOR_BYTES, WARP, MOST_LANES = 32, 128, 16, 32, 8
 LEAST = 16
 """Rows and columns."""
 
@@ -77,12 +77,12 @@ def tiled(
     """Text of the kernel's body; `chain` gives the lines of one element from the names of its operands' elements."""
     space, vector, repeats = found.space, found.vector, config["rows"]
     warps, width = config["threads"] // WARP, found.lanes * vector
-    beside = math.gcd(warps, -(-found.columns // width))  # warps side by side along the last dimension
+    beside = _beside(found, warps, repeats)  # warps side by side along the last dimension
     step = warps // beside * (WARP // found.lanes)  # rows of a block for each row of a thread
     across, along = -(-found.rows // (step * repeats)), -(-found.columns // (beside * width))
     outer = [k for k in range(len(space.sizes) - 1) if k != found.across]
     blocks = math.prod(space.sizes[k] for k in outer) * across * along
-    ragged, cut = found.rows % (step * repeats) != 0, found.columns % width != 0
+    ragged, cut = found.rows % (step * repeats) != 0, found.columns % (beside * width) != 0
 
     def at(o: Operand, row: str, col: str) -> str:
         """The start of a lane's vector in an operand."""
@@ -135,6 +135,16 @@ def tiled(
         lines += [*guard, f"{deeper}{loop(o)}", f"{deeper}    {place(o, row)} = {o.name}_r[i, v]"]
     launch = f"with {dialect.kernel(blocks, threads=config['threads'])} as bx:"
     return indent([launch], 1) + indent(flat(parameters, dialect), 2) + indent(lines, 2)
+
+
+def _beside(found: Patch, warps: int, repeats: int) -> int:
+    """As many as divide the columns; more where a line of memory would be shared or rows would be too few for all."""
+    width = found.lanes * found.vector
+    beside, rows = math.gcd(warps, -(-found.columns // width)), WARP // found.lanes * repeats
+    smallest = min(DTYPE_BYTES[o.dtype] for o in found.space.operands if not o.is_scalar)
+    while beside < warps and (beside * width * smallest < LINE_BYTES or warps // beside * rows > found.rows):
+        beside *= 2
+    return beside
 
 
 def _own(shape: object, dtype: str) -> str:

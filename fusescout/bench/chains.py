@@ -183,6 +183,11 @@ def relu_max_pool(x: Tensor) -> Tensor:
     return F.max_pool2d(F.relu(x), 3, 2, 1)
 
 
+def gelu_relaid(x: Tensor) -> Tensor:
+    """What a channels-last model computes last: it comes out channels first."""
+    return F.gelu(x).contiguous()
+
+
 def gelu_mean_pool(x: Tensor) -> Tensor:
     return F.gelu(x).mean((2, 3))
 
