@@ -8,6 +8,7 @@ copies of repeated heads are what this is for. Which one runs is measured.
 from fusescout.templates.attention_problem import Problem
 from fusescout.templates.attention_problem import read
 from fusescout.templates.attention_source import AttentionWriter
+from fusescout.templates.attention_source import bulk
 from fusescout.templates.attention_source import padded
 from fusescout.templates.attention_source import staged
 from fusescout.templates.dialect import HALF
@@ -33,6 +34,18 @@ LONGEST_WHOLE = {False: 256, True: 128}
 LARGEST_ON_CPU = 1 << 23
 """Multiply-adds: there it is a scalar loop, which proves the kernel and beats no library."""
 
+AHEAD = (
+    (128, 128, 2, 256),
+    (192, 128, 2, 384),
+    (128, 64, 3, 256),
+    (128, 176, 2, 256),
+    (192, 64, 3, 384),
+    (64, 128, 2, 128),
+)
+RATES = {"stream": 1.0, "ahead": 1.3, "whole": 1.0}
+"""How well a multiprocessor is used by one warpgroup; a guess that only orders configs."""
+REGISTERS = {(False, False): 208, (False, True): 176, (True, False): 132}
+"""Numbers a thread can hold, by whether there are more than two warpgroups, and two blocks on a multiprocessor."""
 STREAMS = (
     (128, 128, 2, 256, 1),
     (128, 64, 2, 256, 1),
@@ -79,8 +92,11 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
         found += [_config("whole", m, keys, 1, 2 * m) for m in (64, 128)]
     if p.keys > 64:
         found += [_config("stream", *shape) for shape in STREAMS]
-    found = [c for c in found if _fits(p, c, device)]
-    return sorted(found, key=lambda c: _cost(p, c, device))
+    if p.keys > 64 and device.arch in HOPPER and all(map(bulk, (p.q, p.k, p.v))):
+        found += [_config("ahead", *shape) for shape in AHEAD]
+    found = sorted((c for c in found if _fits(p, c, device)), key=lambda c: _cost(p, c, device))
+    firsts = list({c["schedule"]: c for c in reversed(found)}.values())  # the best of each way, whatever it is worth
+    return sorted(firsts, key=found.index) + [c for c in found if c not in firsts]
 
 
 def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
@@ -100,22 +116,23 @@ def _fits(p: Problem, c: dict, device: Device) -> bool:
     d, dv, ctas = padded(p.width), padded(p.value_width), c.get("ctas", 1)
     if ctas > 1 and device.arch not in HOPPER:
         return False
-    if c["schedule"] == "stream" and c["BN"] >= p.keys:
+    if c["schedule"] != "whole" and c["BN"] >= p.keys:
         return False  # a pipelined loop of one trip
     per_key = (d + dv) * 2 + sum(c["BM"] * DTYPE_BYTES[o.dtype] for o in p.operands if staged(p, o))
-    shared = c["BM"] * max(d, dv) * 2 + c["stages"] * c["BN"] * per_key
+    ends = d + dv if c["schedule"] == "ahead" else max(d, dv)  # else the result takes the place of the queries
+    shared = c["BM"] * ends * 2 + c["stages"] * c["BN"] * per_key
     registers = c["BM"] * (c["BN"] * 3 // 2 + dv) // c["threads"]
-    return ctas * shared + 1024 <= SHARED_BYTES and registers <= (208 if ctas == 1 else 176)
+    most = REGISTERS[c["threads"] > 256, ctas > 1]
+    return ctas * shared + 1024 <= SHARED_BYTES and registers <= most
 
 
 def _cost(p: Problem, c: dict, device: Device) -> float:
     """Only the order of configs rests on it: padded work over a guessed rate, in waves of blocks."""
     m, n, ctas = c["BM"], c["BN"], c.get("ctas", 1)
     blocks = -(-p.rows // m) * p.matrices
-    steps = -(-p.keys // n)
-    warpgroups = c["threads"] // 128
     beside = 4 if c["schedule"] == "whole" else ctas
-    rate = min(warpgroups * beside, 3) ** 0.5 * (1.0 if n >= 128 else 0.9) * (1.15 if beside * warpgroups == 2 else 1)
+    warpgroups = min(c["threads"] // 128 * beside, 3)
+    rate = RATES[c["schedule"]] * warpgroups**0.5 * (1.0 if n >= 128 else 0.9)
     step = m * n * (padded(p.width) + padded(p.value_width) + 48) / rate
     waves = -(-blocks // (max(device.cores, 1) * beside)) * beside
-    return waves * (steps * step + (m + n) * 512)
+    return waves * (-(-p.keys // n) * step + (m + n) * 512)

@@ -1,12 +1,13 @@
 """Writes the TileLang source of one attention kernel.
 
 A block keeps its queries and walks their keys tile by tile, with the largest score and the sum of exponentials of each
-row so far ("stream"); where one tile holds all keys of a row there is nothing to walk ("whole"). Statistics are
+row so far ("stream", "ahead"); where one tile holds all keys there is nothing to walk ("whole"). Statistics are
 float32. A NaN or an infinite score makes its row NaN, through the exponential; hidden keys weigh exactly 0.
 """
 
 import math
 
+from fusescout.templates import attention_schedules as schedules
 from fusescout.templates.attention_problem import Operand
 from fusescout.templates.attention_problem import Problem
 from fusescout.templates.dialect import HALF
@@ -23,97 +24,6 @@ from fusescout.template import Param
 LOG2E = math.log2(math.e)
 STAGED = ("float32", *HALF)
 VIEWS = (*REGROUPS, *PERMUTES, *EXPANDS)
-
-STREAM = """
-@T.prim_func
-def @@signature:
-    with T.Kernel(ROW_BLOCKS * MATRICES, threads=THREADS, prelude=PRELUDE) as block:
-        z = block // ROW_BLOCKS
-        @@allocate
-        @@hints
-        row = @@row
-        T.copy(@@q, q_s)
-        T.clear(o)
-        T.clear(total)
-        T.fill(top, LOWEST)
-        for t in T.Pipelined(@@steps, num_stages=STAGES):
-            col = t * BN
-            T.copy(@@k, k_s)
-            @@stage
-            T.gemm(q_s, k_s, s, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
-            @@scores
-            T.copy(top, before)
-            T.reduce_max(s, top, dim=1, clear=False)
-            for i in T.Parallel(BM):
-                base[i] = where(top[i] == LOWEST, ZERO, top[i])
-                shrink[i] = @@shrink
-            for i, j in T.Parallel(BM, BN):
-                s[i, j] = @@weight
-            T.reduce_sum(s, part, dim=1)
-            for i in T.Parallel(BM):
-                total[i] = total[i] * shrink[i] + part[i]
-            T.copy(s, p)
-            for i, j in T.Parallel(BM, DV):
-                o[i, j] = o[i, j] * shrink[i]
-            T.copy(@@v, v_s)
-            T.gemm(p, v_s, o, policy=T.GemmWarpPolicy.FullRow)
-        @@finish
-"""
-
-WHOLE = """
-@T.prim_func
-def @@signature:
-    with T.Kernel(ROW_BLOCKS * MATRICES, threads=THREADS, prelude=PRELUDE) as block:
-        z = block // ROW_BLOCKS
-        @@allocate
-        row = @@row
-        col = 0
-        @@load
-        T.gemm(q_s, k_s, s, transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
-        @@scores
-        T.reduce_max(s, top, dim=1)
-        for i in T.Parallel(BM):
-            base[i] = where(top[i] == LOWEST, ZERO, top[i])
-        for i, j in T.Parallel(BM, BN):
-            s[i, j] = @@weight
-        T.reduce_sum(s, total, dim=1)
-        T.copy(s, p)
-        @@arrived
-        T.gemm(p, v_s, o, clear_accum=True, policy=T.GemmWarpPolicy.FullRow)
-        @@finish
-"""
-
-SERIAL = """
-@T.prim_func
-def @@signature:
-    with T.Kernel(ROWS, MATRICES) as (row, z):
-        s = T.alloc_local((KEYS,), "float32")
-        o = T.alloc_local((DV,), "float32")
-        top = T.alloc_local((1,), "float32")
-        total = T.alloc_local((1,), "float32")
-        top[0] = LOWEST
-        total[0] = ZERO
-        for j in T.serial(KEYS):
-            s[j] = ZERO
-            for d in T.serial(D):
-                s[j] = s[j] + @@q * @@k
-        for j in T.serial(KEYS):
-            @@scores
-        for j in T.serial(KEYS):
-            top[0] = maximum(top[0], s[j])
-        if top[0] == LOWEST:
-            top[0] = ZERO
-        for j in T.serial(KEYS):
-            s[j] = exp(@@above)
-            total[0] = total[0] + s[j]
-        for d in T.serial(DV):
-            o[d] = ZERO
-        for j in T.serial(KEYS):
-            for d in T.serial(DV):
-                o[d] = o[d] + s[j] * @@v
-        for d in T.serial(DV):
-            @@y = @@result
-"""
 
 
 class AttentionWriter:
@@ -154,26 +64,26 @@ class AttentionWriter:
         places = zip(indices(self.p.batch, "z"), o.lead, strict=True)
         return "".join(f"{text}, " for text, stride in places if stride)
 
-    def _element(self, n: int, row: str, column: str) -> str:
+    def _element(self, n: int, row: str, column: str, stage: str) -> str:
         o = self.p.operands[n]
         if (n, o) in self.staged:
-            return self.d.load(f"e{n}_s[i, j]", o.dtype)
+            return self.d.load(f"e{n}_s[{stage}i, j]", o.dtype)
         own = ", ".join(t for t, s in zip((row, column), o.strides, strict=True) if s)
         return self.d.load(f"e{n}[{(self._z(o) + own).removesuffix(', ') or '0'}]", o.dtype)
 
     # -- scores
-    def _chain(self, row: str, column: str, score: str) -> list:
-        """Lines from a product's score to what the softmax reads."""
+    def _chain(self, row: str, column: str, score: str, stage: str = "") -> list:
+        """Lines from a product's score to what the softmax reads; `stage` starts the index of a tile of operands."""
         p, d = self.p, self.d
         if self.folded:
             return []
         if p.safe:
             text = f"{score} * {d.f32(p.scale)}"
             if self.mask:
-                value = self._element(0, row, column)
+                value = self._element(0, row, column, stage)
                 text += f" + {f'where({value}, ZERO, LOWEST)' if self.mask.dtype == 'bool' else value}"
             return [f"{score} = {text}"]
-        writer = Writer(p.graph, {o.value: self._element(n, row, column) for n, o in enumerate(p.operands)}, d)
+        writer = Writer(p.graph, {o.value: self._element(n, row, column, stage) for n, o in enumerate(p.operands)}, d)
         writer.values[p.scores] = score
         for value in p.chain:
             op = p.graph.op_of(value)
@@ -183,16 +93,16 @@ class AttentionWriter:
                 writer.write(value)
         return [*writer.lines, f"{score} = {writer.values[p.weighed]}"]
 
-    def _scores(self) -> list:
+    def _scores(self, column: str = "col", stage: str = "") -> list:
         """The chain, then keys that are not there or lie behind a query get the lowest score."""
         p, c, loop = self.p, self.c, "for i, j in T.Parallel(BM, BN):"
-        body = self._chain("row + i", "col + j", "s[i, j]")
+        body = self._chain("row + i", f"{column} + j", "s[i, j]", stage)
         lines = [loop, *(f"    {b}" for b in body)] if body else []
         known = []
         if p.keys % c["BN"]:
-            known.append(("col + BN > KEYS", "col + j < KEYS"))
+            known.append((f"{column} + BN > KEYS", f"{column} + j < KEYS"))
         if p.causal:
-            known.append(("col + BN - 1 > row", "col + j <= row + i"))
+            known.append((f"{column} + BN - 1 > row", f"{column} + j <= row + i"))
         for some, seen in known:
             hide = [loop, f"    s[i, j] = where({seen}, s[i, j], LOWEST)"]
             lines += hide if c["schedule"] == "whole" else [f"if {some}:", *(f"    {h}" for h in hide)]
@@ -206,7 +116,7 @@ class AttentionWriter:
 
     # -- the whole text
     def source(self, name: str) -> str:
-        body = {"serial": self._serial, "stream": self._stream, "whole": self._whole}[self.c["schedule"]]()
+        body = getattr(self, f"_{self.c['schedule']}")()
         return f"{self.d.header()}\n{self._constants()}\n" + body.replace("@@signature", self._signature(name)) + "\n"
 
     def _constants(self) -> str:
@@ -230,12 +140,13 @@ class AttentionWriter:
 
     def _allocate(self) -> list:
         p, c = self.p, self.c
-        tiles = {"q_s": "BM, D", "k_s": "BN, D", "v_s": "BN, DV", "y_s": "BM, DV"}
-        rows = ["top", "base", "total"] + (["before", "shrink", "part"] if c["schedule"] == "stream" else [])
+        stages = "STAGES, " if c["schedule"] == "ahead" else ""
+        tiles = {"q_s": "BM, D", "k_s": f"{stages}BN, D", "v_s": f"{stages}BN, DV", "y_s": "BM, DV"}
+        rows = ["top", "base", "total"] + (["before", "shrink", "part"] if c["schedule"] != "whole" else [])
         return [
             *(f'{name} = T.alloc_shared(({shape}), "{p.q.dtype}")' for name, shape in tiles.items()),
             *(
-                f'e{n}_s = T.alloc_shared((BM, BN), "{o.dtype}")'
+                f'e{n}_s = T.alloc_shared(({stages}BM, BN), "{o.dtype}")'
                 for n, o in self.staged
             ),
             's = T.alloc_fragment((BM, BN), "float32")',
@@ -278,30 +189,59 @@ class AttentionWriter:
         tiles = {"q_s": blocks["q"], "k_s": blocks["k"], **self._stages(), "v_s": blocks["v"]}
         if not all(map(bulk, (self.p.q, self.p.k, self.p.v))):
             load = [f"T.copy({tensor}, {tile})" for tile, tensor in tiles.items()]
-            return fill(WHOLE, **blocks, load=load, arrived=[])
+            return fill(schedules.WHOLE, **blocks, load=load, arrived=[])
         first = [tile for tile in tiles if tile != "v_s"]
         load = ["came = T.alloc_barrier([1] * 2)"]
         for tile, tensor in tiles.items():
             last = ', annotations={"emit_arrive": 1}' if tile in (first[-1], "v_s") else ""
             load.append(f"T.tma_copy({tensor}, {tile}, barrier=came[{int(tile == 'v_s')}]{last})")
         load.append("T.mbarrier_wait_parity(came[0], 0)")
-        return fill(WHOLE, **blocks, load=load, arrived=["T.mbarrier_wait_parity(came[1], 0)"])
+        return fill(schedules.WHOLE, **blocks, load=load, arrived=["T.mbarrier_wait_parity(came[1], 0)"])
 
     def _stages(self) -> dict:
         """Tiles of operands that come through shared memory, and what is copied there."""
         return {f"e{n}_s": f"e{n}[{self._z(o)}row, col]" for n, o in self.staged}
 
-    def _stream(self) -> str:
+    def _steps(self) -> str:
         steps = "T.ceildiv(KEYS, BN)"
-        if self.p.causal:
-            steps = f"T.min({steps}, T.ceildiv(row + BM, BN))"
+        return f"T.min({steps}, T.ceildiv(row + BM, BN))" if self.p.causal else steps
+
+    def _stream(self) -> str:
         hints = []
         if self.c.get("ctas", 1) == 2:  # the default 24/240 needs more registers than half an SM has, and hangs
             hints = [
                 "T.annotate_min_blocks_per_sm(2)", "T.annotate_producer_reg_dealloc(24)",
                 "T.annotate_consumer_reg_alloc(232)",
             ]  # fmt: skip
-        return fill(STREAM, **self._blocks(), steps=steps, hints=hints, shrink=self._power("before[i]"))
+        shrink = self._power("before[i]")
+        return fill(schedules.STREAM, **self._blocks(), steps=self._steps(), hints=hints, shrink=shrink)
+
+    def _ahead(self) -> str:
+        p, c = self.p, self.c
+        few, many = (24, 240) if c["threads"] <= 256 else (32, 160)
+        wide = {n: self._z(getattr(p, n)) for n in "qkv"}
+        tiles = {f"e{n}_s": f"e{n}[{self._z(o)}row : row + BM, t * BN : (t + 1) * BN]" for n, o in self.staged}
+        tiles["k_s"] = f"k[{wide['k']}t * BN : (t + 1) * BN, 0:D]"
+        load = [
+            f"T.tma_copy({tensor}, {tile}[t % STAGES, :, :], barrier=k_full[t % STAGES]"
+            + (', annotations={"emit_arrive": 1})' if tile == "k_s" else ")")
+            for tile, tensor in tiles.items()
+        ]
+
+        def fence(name: str, columns: int) -> list:
+            return [f"T.warpgroup_fence_operand({name}, num_regs={c['BM'] * columns // c['threads']})"]
+
+        blocks = self._blocks() | {
+            "q": f"q[{wide['q']}row : row + BM, 0:D]",
+            "v": f"v[{wide['v']}t * BN : (t + 1) * BN, 0:DV]",
+            "scores": self._scores(stage="n % STAGES, "),
+        }
+        return fill(
+            schedules.AHEAD, **blocks, steps=self._steps(), load=load, few=str(few), many=str(many),
+            first=self._scores("0", "0, "), fence_s=fence("s", c["BN"]), fence_o=fence("o", padded(p.value_width)),
+            shrink=self._power("before[i]"),
+            scored="transpose_B=True, clear_accum=True, policy=T.GemmWarpPolicy.FullRow",
+        )  # fmt: skip
 
     def _serial(self) -> str:
         p, d = self.p, self.d
@@ -311,7 +251,7 @@ class AttentionWriter:
             scores.append("s[j] = where(j <= row, s[j], LOWEST)")
         above = f"(s[j] - top[0]) * {d.f32(p.scale)}" if self.folded else "s[j] - top[0]"
         return fill(
-            SERIAL,
+            schedules.SERIAL,
             q=d.load(f"q[{lead['q']}row, d]", p.q.dtype), k=d.load(f"k[{lead['k']}j, d]", p.k.dtype),
             v=d.load(f"v[{lead['v']}j, d]", p.v.dtype), y=f"y[{lead['y']}row, d]", scores=scores or ["pass"],
             above=above, result=d.store(f"o[d] * {self._share('total[0]')}", p.y.dtype),
