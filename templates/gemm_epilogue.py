@@ -4,6 +4,8 @@ from fusescout.templates import gemm_problem
 from fusescout.templates.dialect import HALF
 from fusescout.templates.dialect import dialect_for
 from fusescout.templates.expression import unsupported
+from fusescout.templates.gemm_ahead import ahead
+from fusescout.templates.gemm_ahead import holding
 from fusescout.templates.gemm_configs import single_steps
 from fusescout.templates.gemm_configs import space
 from fusescout.templates.gemm_even import can_be_even
@@ -46,8 +48,9 @@ def configs(graph: Subgraph, device: Device) -> list:
     """The schedules that fit; operands that the copy engine can't load are prepared, or copied in each call."""
     problem = gemm_problem.read(graph, GEMMS, turned=True)
     if device.kind == "cpu" or copied(problem) or dotted(problem):
-        return space(problem, device)
-    tiles = [c for c in space(evened(problem), device) if not _loads_itself(c, problem)]
+        return [ahead(problem, c) for c in space(problem, device)]
+    even = evened(problem)
+    tiles = [ahead(even, c) for c in space(even, device) if not _loads_itself(c, problem)]
     alone = [c for c in tiles if not _clustered(c)]
     first = single_steps(problem, device)
     if prepared_weight(graph, problem) is None:
@@ -117,6 +120,8 @@ def write(graph: Subgraph, config: dict, device: Device, gemms: int, name: str) 
         problem = with_prepared(graph, problem)
     dialect = dialect_for(device.kind, tuple(o.dtype for o in problem.outputs))
     writes = WRITERS.get(config["schedule"], Writer)
+    if "residual" in config:
+        writes = holding(writes)
     if not _loads_itself(config, problem) and not copied(problem):
         writes = copying(writes)
     writer = writes(problem, config, dialect)

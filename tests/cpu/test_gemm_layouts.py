@@ -115,6 +115,12 @@ def test_what_the_copy_engine_cannot_load_is_prepared_or_copied_ahead():
     source = lowered(gemm_epilogue.kernel(graph, bare[0], HOPPER)).kernel_source
     assert source.count('extern "C" __global__ void __launch_bounds__') == 3 and "tma_load(" in source
 
+    batch = meta(lambda x, w: (x @ w).relu(), (2, 3, 200, 101), (3, 101, 99))
+    params = gemm_epilogue.kernel(batch, gemm_epilogue.configs(batch, HOPPER)[0], HOPPER).params
+    copies = {p.name: (p.shape, p.stride) for p in params if p.role == "scratch"}
+    assert copies["x"] == ((2, 3, 200, 101), (62400, 20800, 104, 1))
+    assert copies["w0"] == ((3, 101, 99), (10504, 104, 1))
+
     graph, configs = forms((4096, 13), (512, 13))
     kernel = gemm_epilogue.kernel(graph, configs[0], HOPPER)
     assert configs[0]["BK"] == 16 and [p.role for p in kernel.params] == ["input", "input", "output"]
@@ -123,3 +129,15 @@ def test_what_the_copy_engine_cannot_load_is_prepared_or_copied_ahead():
 
     graph, configs = forms((3, 415), (1024, 415))
     assert {c["schedule"] for c in configs} == {"vector"}
+
+
+def test_a_residual_that_the_copy_engine_cannot_bring_is_read_ahead_of_the_product():
+    """Tokens of a mixer lie side by side, 196 of them: rows of 392 bytes, in tiles of 208."""
+    x, w, r = (8, 196, 264), (768, 264), (8, 768, 196)
+    graph = meta(lambda x, w, r: r.transpose(1, 2) + F.linear(x, w), x, w, r)
+    config = next(c for c in gemm_epilogue.configs(graph, HOPPER) if (c["schedule"], c["BN"]) == ("coop", 208))
+    assert config["residual"] == "registers"
+    source = lowered(gemm_epilogue.kernel(graph, config, HOPPER)).kernel_source
+    body = source[source.rindex("warpgroup_reg_alloc") :]
+    assert "= *(uint1*)(e0 +" in body[: body.index("wgmma_ss<")], "two elements at a time"
+    assert "(e0 +" not in body[body.index("wait_wgmma<0>") :]
