@@ -1,7 +1,9 @@
 """Decides in which memory layout a model is analysed and patched: where that matters, by measuring.
 
 The captured graphs are run both ways on their real inputs, interleaved. The faster way is the one in which regions are
-found and raced; the baseline of the end-to-end verdict stays the model as its author wrote it.
+found and raced; the baseline of the end-to-end verdict stays the model as its author wrote it. A copy that brings a
+result of the model back into its own strides is left out of that comparison where it will cost nothing: the kernel of
+what is in front of it can write that order (`regions/copies.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from torch import fx
 from fusescout.capture import Capture
 from fusescout.capture.capture import CapturedGraph
 from fusescout.capture.encode import encode_graph
+from fusescout.capture.encode import target_name
+from fusescout.convolution import BIAS
 from fusescout.flops import op_class
 from fusescout.hoisting import hoist
 from fusescout.ir import Graph
@@ -97,7 +101,10 @@ def choose(workload: Workload, capture: Capture, node_time_us: Callable[[int, st
         if share < way.worth:
             continue
         relaid, reason = _relaid(capture, way.rewrite)
-        speedup = None if relaid is None else _compare(workload, capture.graphs, relaid.graphs)
+        speedup = None
+        if relaid is not None:
+            pairs = zip(relaid.graphs, capture.graphs, strict=True)
+            speedup = _compare(workload, capture.graphs, [without_copies_back(*pair) for pair in pairs])
         notes.append(f"{way.subject} {share:.0%} of the step; {_finding(way.name, reason, speedup)}.")
         if relaid is not None and speedup is not None and speedup.low > 1.0 and speedup.mid > fastest:
             best, fastest = Layout(format_, relaid), speedup.mid
@@ -139,6 +146,28 @@ def encoded(graph: CapturedGraph, module: fx.GraphModule) -> Graph:
         for n in made.nodes
     )
     return replace(made, nodes=tuple(nodes))
+
+
+def without_copies_back(graph: CapturedGraph, before: CapturedGraph) -> CapturedGraph:
+    """A rewritten graph that gives results in its own strides where a pointwise operator or a bias makes them."""
+    module, known = copy_of(graph.module), {n.name for n in before.module.graph.nodes}
+
+    def bare(node: fx.Node) -> fx.Node:
+        source = node.args[0] if node.name not in known and target_name(node) == "aten.clone.default" else None
+        return source if isinstance(source, fx.Node) and _takes_a_pass(source) else node
+
+    output = module.graph.output_node()
+    output.args = tuple(fx.map_arg(output.args, bare))
+    for node in reversed(module.graph.nodes):
+        if node.name not in known and not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+    return replace(graph, module=module)
+
+
+def _takes_a_pass(node: fx.Node) -> bool:
+    kind = op_class(target_name(node))
+    return kind == "pointwise" or (kind == "conv" and len(node.args) > BIAS and isinstance(node.args[BIAS], fx.Node))
 
 
 def _compare(workload: Workload, before: Sequence[CapturedGraph], after: Sequence[CapturedGraph]) -> Interval | None:
