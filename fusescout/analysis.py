@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from collections.abc import Mapping
+from contextlib import ExitStack
 from contextlib import contextmanager
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from fusescout import rivals
 from fusescout.candidates import Candidate
 from fusescout.candidates import rank
 from fusescout.capture import capture
@@ -43,11 +45,13 @@ from fusescout.precompute import precompute
 from fusescout.profiling import profile
 from fusescout.races import race_all
 from fusescout.recall import Recall
+from fusescout.rivals import Rivals
 from fusescout.session import CandidateResult
 from fusescout.session import EndToEnd
 from fusescout.session import Environment
 from fusescout.session import Session
 from fusescout.tune import RaceResult
+from fusescout.ways import compiling
 from fusescout.workerpool import Spare
 from fusescout.workload import Workload
 
@@ -65,17 +69,28 @@ class Outcome:
 
 @dataclass
 class _Clock:
-    """Seconds by stage, in order."""
+    """Seconds by stage, in order; a stage inside of another one stops the other's clock."""
 
     seconds: dict[str, float] = field(default_factory=dict)
+    _running: list[str] = field(default_factory=list)
+    _since: float = 0.0
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        self._read()
+        self._running.append(name)
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self._read()
+            self._running.pop()
+
+    def _read(self) -> None:
+        now = time.perf_counter()
+        if self._running:
+            name = self._running[-1]
+            self.seconds[name] = self.seconds.get(name, 0.0) + now - self._since
+        self._since = now
 
 
 def run(
@@ -94,11 +109,13 @@ def run(
         CompositionUnavailable: the rest can't be run here in the way that is asked for.
     """
     compositions(config, workload)  # what is asked for and can't be is told before anything is measured
-    with tf32(config.allow_tf32), nullcontext(spare) if spare else Spare() as lender:
-        return _run(workload, config, on_event, folder, lender)
+    with tf32(config.allow_tf32), nullcontext(spare) if spare else Spare() as lender, ExitStack() as whole_model:
+        return _run(workload, config, on_event, folder, lender, whole_model)
 
 
-def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | None, spare: Spare) -> Outcome:
+def _run(
+    workload: Workload, config: Config, on_event: OnEvent, folder: Path | None, spare: Spare, whole_model: ExitStack
+) -> Outcome:
     clock = _Clock()
     kind = workload.device.split(":")[0]
     spare.start()
@@ -134,8 +151,19 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
             config.top,
             recall.weight,
         )
+    ahead: list[Rivals] = []
+
+    def build_rivals() -> None:
+        """While the races' kernels are compiled, when nothing is timed and the GPU has nothing else to do."""
+        with clock.stage("end to end"), spare.getting_ready(kind):
+            ahead.append(rivals.build(workload, config, on_event))
+
+    if early := rivals.have_room(workload):
+        whole_model.enter_context(compiling(workload))
     with clock.stage("race"):
-        races = race_all(ranking.candidates, captured, device, config, on_event, folder, spare)
+        races = race_all(
+            ranking.candidates, captured, device, config, on_event, folder, spare, build_rivals if early else None
+        )
     recall.keep((c.key for c in ranking.candidates), ranking.left)
     with clock.stage("device"):
         ceilings(kind, (workload.dtype,), config.cache_dir)  # for the next analysis
@@ -160,7 +188,8 @@ def _run(workload: Workload, config: Config, on_event: OnEvent, folder: Path | N
     notes = (describe_once(once), layout.note, _masks(captured.constant_masks))
     budget_s = min(max(BUDGET_S, clock.seconds["race"] * SHARE_OF_RACES), MAX_BUDGET_S)
     with clock.stage("end to end"):
-        verdict, plan = compare(workload, plans[0], config, on_event, plans[1], budget_s)
+        built = ahead[0] if ahead else None
+        verdict, plan = compare(workload, plans[0], config, on_event, plans[1], budget_s, built)
     session = Session(
         verdict=verdict.verdict,
         environment=environment,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -21,6 +23,7 @@ from fusescout.endtoend import OnEvent
 from fusescout.errors import NO_SPACE
 from fusescout.errors import DiskFull
 from fusescout.inputs import save
+from fusescout.prefetch import chains_ahead
 from fusescout.prefetch import compiling_ahead
 from fusescout.prefetch import importing_ahead
 from fusescout.tune import RaceResult
@@ -43,6 +46,7 @@ def race_all(
     on_event: OnEvent,
     folder: Path | None,
     spare: Spare,
+    meanwhile: Callable[[], None] | None = None,
 ) -> dict[str, RaceResult]:
     """Race every candidate, by id; a stored result stands if its winner would not be patched, or verifies again here.
 
@@ -54,16 +58,19 @@ def race_all(
         on_event: hears of progress.
         folder: where generated sources and repro scripts are kept; None keeps none.
         spare: lends the worker.
+        meanwhile: is called before the first race, while its kernels are compiled. It may use the device.
     """
     known = {c.id: _known(c, device, config) for c in candidates}
     settled = _settled(candidates, known, config, device)
     unknown = [c.subgraph for c in candidates if known[c.id] is None]
     races: dict[str, RaceResult] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="fusescout-") as scratch,
-        compiling_ahead(unknown, device, config),
-        importing_ahead(() if unknown and device.kind == "cpu" else COMPILERS),
-    ):
+    with ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="fusescout-"))
+        stack.enter_context(compiling_ahead(unknown, device, config))
+        if meanwhile is not None:
+            with chains_ahead(unknown, device, config):
+                meanwhile()
+        stack.enter_context(importing_ahead(() if unknown and device.kind == "cpu" else COMPILERS))
         for number, candidate in enumerate(candidates):
             on_event("race", number, len(candidates), " ".join(candidate.subgraph.chain))
             raced = settled.get(candidate.id)

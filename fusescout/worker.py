@@ -34,6 +34,9 @@ from fusescout.errors import ContenderFailed
 from fusescout.forks import count_done
 from fusescout.ir import Subgraph
 
+FOR_LATER = 10
+"""Priority ("nice") of what is compiled ahead."""
+
 
 class Refused(Exception):
     """A request that could not be done; `kind` is the status it comes to."""
@@ -55,8 +58,13 @@ class Session:
     def __init__(self) -> None:
         self.handles: dict[int, _Handle] = {}
 
-    def ready(self) -> dict[str, Any]:
-        """Answer, which says that all imports are done."""
+    def ready(self, device: str = "cpu") -> dict[str, Any]:
+        """Answer, which says that all imports are done; on a GPU its context and libraries are loaded before."""
+        if device != "cpu":
+            import torch
+
+            ones = torch.ones(16, 16, device=device)
+            (ones @ ones).double().sum().item()
         return {"pid": os.getpid()}
 
     def open(
@@ -107,6 +115,7 @@ class Session:
 
         In copies of this process: lowering holds the interpreter lock, 0.4 to 1.8 s a GEMM; threads gained nothing.
         """
+        _stand_back()
         where = Device(**device)
         made = contender_named("tilelang", templates, cache_dir=Path(cache_dir))
         work = []
@@ -123,6 +132,16 @@ class Session:
             return True
 
         return {"compiled": count_done(build, work, jobs), "of": len(work)}
+
+    def compile(self, contender: str, variant: dict[str, Any]) -> dict[str, Any]:
+        """Compile a variant into the disk cache and run nothing."""
+        from fusescout.contenders.inductor import Inductor
+
+        _stand_back()
+        made = self._contender(contender)
+        if not isinstance(made, Inductor):
+            raise Refused("unsupported", f"{contender} is not compiled so.")
+        return {"compile_s": made.compile(self.graph, variant, self.device)}
 
     def variants(self, contender: str, effort: str) -> list[dict[str, Any]]:
         found = self._contender(contender).variants(self.graph, self.device, effort)
@@ -204,7 +223,7 @@ class Session:
         return lambda inputs: gradients(run, inputs, wanted)
 
 
-REQUESTS = ("ready", "open", "compile_ahead", "variants", "build", "check", "time", "describe", "drop")
+REQUESTS = ("ready", "open", "compile_ahead", "compile", "variants", "build", "check", "time", "describe", "drop")
 
 
 def serve(requests: IO[str], answers: IO[str]) -> None:
@@ -231,6 +250,11 @@ def serve(requests: IO[str], answers: IO[str]) -> None:
         answers.flush()
         if broken:
             return
+
+
+def _stand_back() -> None:
+    """Leave the cores to whoever needs them now: what this process does is for later."""
+    os.setpriority(os.PRIO_PROCESS, 0, FOR_LATER)
 
 
 def _reason(error: BaseException) -> str:

@@ -11,8 +11,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+from contextlib import contextmanager
 from contextlib import suppress
 from typing import Any
 
@@ -136,6 +138,23 @@ class Spare:
         if self._idle is not None:
             with suppress(WorkerRefused, WorkerTimeout, WorkerDied):  # the race will start another and say why
                 self._idle.call("ready", STARTUP_S)
+
+    @contextmanager
+    def getting_ready(self, device: str) -> Iterator[None]:
+        """Have a worker that was started ahead load the device's libraries while the block runs."""
+        idle = self._idle
+
+        def load() -> None:
+            if idle is not None:
+                with suppress(WorkerRefused, WorkerTimeout, WorkerDied):  # the race will start another and say why
+                    idle.call("ready", STARTUP_S, device=device)
+
+        thread = threading.Thread(target=load, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
 
     def take(self) -> Worker:
         """The idle worker if it lives, else a new one."""
