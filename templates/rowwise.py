@@ -22,6 +22,7 @@ from fusescout.templates.rowwise_cuda import runs_across
 from fusescout.templates.rowwise_passes import crossing
 from fusescout.templates.rowwise_strips import Strips
 from fusescout.templates.rowwise_strips import is_striped
+from fusescout.templates.rowwise_strips import more_header
 from fusescout.templates.source import build
 from fusescout.templates.space import even_runs
 
@@ -79,10 +80,10 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
         if columns % vector:  # rows between vectors need more registers
             steps = [(512, 1, 2), (1024, 1, 1), (256, 1, 4), (512, 2, 1), (512, 2, 2)]
         walks = [_config(t, t * vector * k, 1, False) | {"blocks": b} for t, k, b in steps if t * vector * k < columns]
-        striped = _held(columns, held, vector) + [w | {"strip": vector, "unroll": 2} for w in walks[:3]]
-        walked = read(graph, True, False)[0]
-        walks = [*(w for w in striped if is_striped(walked, w)), *walks]
         chosen = walks + chosen if columns > 32768 else chosen[:2] + walks + chosen[2:]
+        if is_striped(read(graph, True, False)[0], {"strip": vector}):
+            strips = [w | {"strip": vector, "unroll": 2} for w in walks[:2]]
+            chosen = [*_held(columns, held, vector), *strips, *chosen]
     return chosen
 
 
@@ -91,11 +92,11 @@ def _config(threads: int, width: int, rows: int, keep: bool) -> dict:
 
 
 def _held(columns: int, words: float, vector: int) -> list:
-    """Walks whose rows stay in registers as they are in memory, `words` registers an element."""
+    """A walk whose rows stay in registers as they are in memory, `words` registers an element."""
     for threads, blocks in ((512, 2), (1024, 1)):
         if columns / threads * words <= 32:
-            held = {"strip": vector, "held": True, "blocks": blocks}
-            return [_config(threads, threads * vector * k, 1, False) | held for k in (1, 2)]
+            found = _config(threads, threads * vector, 1, False)
+            return [found | {"strip": vector, "held": True, "blocks": blocks}]
     return []
 
 
@@ -136,7 +137,7 @@ def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
     operands = {o.buffer: o for stage in stages for o in stage.space.operands}.values()
     order = {"input": 0, "scratch": 1, "output": 2}
     operands = tuple(sorted(operands, key=lambda o: order[o.role]))
-    text = dialect.header() + signature(name, operands, dialect) + "\n".join(bodies)
+    text = dialect.header() + more_header(config, dialect) + signature(name, operands, dialect) + "\n".join(bodies)
     passes = dialect.pass_configs
     if walked or config.get("vector", 1) > 1:
         passes |= {"tl.layout_cost_model": "io-aware"}  # else float32 tiles decide how wide 16-bit loads are

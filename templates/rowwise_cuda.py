@@ -170,7 +170,10 @@ class CudaRows(Passes):
         kept = [] if only else [v for v in self.crossing if self.rows.levels[v] == level]
         at = f"[{self.place}]"
         targets = [r.operand for r in reductions] + [v for _, v in outputs] + kept
-        element = lambda o: f"{self._staged(o)}{at}" if o.name in self.staged else self._global(o, span)  # noqa: E731
+
+        def element(o) -> str:
+            return self._kept(f"{self._staged(o)}{at}", level) if o.name in self.staged else self._global(o, span)
+
         lines, values, read = self.chain(targets, known, element)
         for r in reductions:
             lines += self._accumulate(r, values[r.operand], span.inside, bool(only))
@@ -208,6 +211,10 @@ class CudaRows(Passes):
     def _staged(self, o) -> str:
         """The tile that an input is loaded into."""
         return f"{o.name}_r"
+
+    def _kept(self, element: str, level: int) -> str:
+        """An element of an input's tile, as a pass reads it."""
+        return element
 
     def _input_tiles(self) -> list:
         staged = [o for o in self.full_inputs() if o.name in self.staged]

@@ -9,8 +9,28 @@ are under way at once, and later passes find them there.
 
 from collections.abc import Iterator
 
+from fusescout.templates.dialect import Dialect
 from fusescout.templates.rows import Rows
 from fusescout.templates.rowwise_cuda import CudaRows
+
+AGAIN = '''
+PRELUDE += r"""
+static __forceinline__ __device__ float fs_again(float x) { asm volatile("" : "+f"(x)); return x; }
+template <class T> static __forceinline__ __device__ T fs_again(T x) {
+  static_assert(sizeof(T) == 2);
+  asm volatile("" : "+h"(reinterpret_cast<unsigned short&>(x)));
+  return x;
+}
+"""
+
+
+def again(x):
+    return T.call_extern(x.dtype, "fs_again", x)
+'''
+AGAIN_ON_CPU = """
+def again(x):
+    return x
+"""
 
 
 def is_striped(rows: Rows, config: dict) -> bool:
@@ -18,6 +38,17 @@ def is_striped(rows: Rows, config: dict) -> bool:
     sums = [r for r in rows.reductions.values() if r.kind == "sumexp"]
     known = {r.value for r in sums} | {r.top for r in sums}
     return bool(config.get("strip") and sums) and set(rows.reductions) <= known
+
+
+def more_header(config: dict, dialect: Dialect) -> str:
+    """What the text of a kernel that holds its rows needs besides the dialect's header.
+
+    The compiler would keep what the first pass made of an element for the second, in twice the registers, and spill:
+    `again` hides from it that the element is still the same.
+    """
+    if not config.get("held"):
+        return ""
+    return AGAIN_ON_CPU if dialect.cpu else AGAIN
 
 
 class Strips(CudaRows):
@@ -37,6 +68,9 @@ class Strips(CudaRows):
 
     def _staged(self, o) -> str:
         return super()._staged(o) + (str(self.chunk) if self.held else "")
+
+    def _kept(self, element: str, level: int) -> str:
+        return f"again({element})" if self.held and level > 0 else element
 
     def _input_tiles(self) -> list:
         return [tile for _ in self._each_chunk() for tile in super(Strips, self)._input_tiles()]

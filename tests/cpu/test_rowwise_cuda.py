@@ -12,6 +12,7 @@ from fusescout.templates.rowwise_cuda import CudaRows
 from fusescout.templates.rowwise_passes import crossing
 from fusescout.templates.rowwise_strips import Strips
 from fusescout.templates.rowwise_strips import is_striped
+from fusescout.templates.rowwise_strips import more_header
 from fusescout.templates.source import build
 from row_cases import ROWS
 from row_cases import targets
@@ -43,7 +44,7 @@ def kernel(graph, config):
     operands = {o.buffer: o for s in stages for o in s.space.operands}.values()
     operands = tuple(sorted(operands, key=lambda o: ["input", "scratch", "output"].index(o.role)))
     name = f"fs_test_{graph.key[:8]}_{config['width']}_{config['rows']}"
-    text = dialect.header() + signature(name, operands, dialect) + "\n".join(bodies)
+    text = dialect.header() + more_header(config, dialect) + signature(name, operands, dialect) + "\n".join(bodies)
     return Kernel(build(text, name), tuple(o.param for o in operands), text, dialect.pass_configs)
 
 
