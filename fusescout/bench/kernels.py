@@ -45,6 +45,7 @@ from fusescout.ir import Subgraph
 from fusescout.prefetch import compiling_ahead
 from fusescout.regions import GEMMS
 from fusescout.regions import find_regions
+from fusescout.regions.rows import SOFTMAXES
 from fusescout.session import Interval
 from fusescout.stats import ratio
 from fusescout.tune import RaceResult
@@ -121,7 +122,8 @@ def run(
 def contenders(graph: Subgraph, config: Config) -> tuple[str, ...]:
     """Who races: an analysis's contenders and the peers. With max-autotune there, Inductor's two modes are two."""
     inductor = ("inductor-default", "inductor-autotune") if config.effort == "max" else ("inductor",)
-    has_gemm = any(op.name in GEMMS for op in graph.ops)
+    names = {op.name for op in graph.ops}
+    has_gemm = bool(names & GEMMS) and not names & SOFTMAXES  # between attention's products there is the rest of it
     return ("eager", "framework", *inductor, "liger", OWN, *(YARDSTICKS if has_gemm and len(graph.ops) > 1 else ()))
 
 
