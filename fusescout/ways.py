@@ -50,7 +50,8 @@ def compiling(workload: Workload) -> Iterator[None]:
 def warm(name: str, workload: Workload, model: Any) -> Way:
     """Call it until it is compiled: once, and on CUDA again, since CUDA graphs are captured in a later call.
 
-    Memory is taken between the two, while what will be a CUDA graph still runs as code.
+    Memory is taken between the two, while what will be a CUDA graph still runs as code, in a pool of its own: the
+    workspace of cuBLAS counts there, which other ways have got before.
     """
     step = stepper(replace(workload, model=model))
     cuda = workload.device.startswith("cuda")
