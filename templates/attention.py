@@ -76,6 +76,8 @@ def supports(graph: Subgraph, device: Device) -> str | None:
         return f"Heads of width {p.width} and {p.value_width} don't fit its tiles."
     if any(o.strides[1] != 1 for o in (p.q, p.k, p.v, p.y)):
         return "The numbers of a head don't lie side by side in memory."
+    if not all(graph.inputs[o.index].aligned for o in (p.q, p.k, p.v, *p.operands)):
+        return "An input doesn't begin at a multiple of 16 bytes, as copies in hardware need."
     if p.rows < FEWEST_ROWS:
         return f"There are only {p.rows} queries: the keys would be walked by a few blocks."
     return None if configs(graph, device) else "Its tiles need more shared memory than there is."

@@ -3,6 +3,8 @@
 The CPU's kernel is a scalar loop. What the GPU's computes, tile by tile, is run on NumPy (`tile_interpreter.py`).
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -165,6 +167,13 @@ def test_what_is_not_covered_is_refused(name):
 def test_what_a_gpu_has_no_tiles_for_is_refused(shape, dtype, reason):
     graph, _ = trace(attend, tuple(t.to(dtype) for t in qkv(*shape)))
     assert reason in template.supports(graph, HOPPER)
+
+
+def test_a_tensor_at_an_odd_address_is_left_to_the_library():
+    graph, _ = trace(attend, tuple(t.bfloat16() for t in qkv(2, 48, 48, 2, 32)))
+    odd = replace(graph, inputs=(replace(graph.inputs[0], aligned=False), *graph.inputs[1:]))
+    assert template.supports(graph, HOPPER) is None
+    assert "16 bytes" in template.supports(odd, HOPPER)
 
 
 class Grouped(nn.Module):
