@@ -22,6 +22,7 @@ from fusescout.ir import TensorSpec
 from fusescout.regions import GEMMS
 from fusescout.regions import Region
 from fusescout.regions import find_regions
+from fusescout.regions.pooled import pooled_share
 from fusescout.session import Rejection
 from fusescout.session import Site
 from fusescout.sums import is_summed
@@ -160,17 +161,21 @@ def lower_bound(subgraph: Subgraph, device: Device, seen_us: float = math.inf) -
             (cuDNN takes TF32 for float32, Winograd halves the products), and only the bytes bound it.
     """
     flops = sum(cost(op, [subgraph.value(i) for i in op.inputs])[0] for op in subgraph.ops)
-    nbytes = float(sum(s.nbytes for s in (*subgraph.inputs, *subgraph.output_specs)))
+    summed = is_summed(subgraph)  # then no parameter is read but in sums of it, made once
+    read = [s for s in subgraph.inputs if not (summed and s.constant)]
+    nbytes = float(sum(s.nbytes for s in (*read, *subgraph.output_specs)))
     heavy = [op for op in subgraph.ops if op.name in GEMMS or op_class(op.target) in ("conv", "attention")]
     compute_s = 0.0
-    if heavy and not is_summed(subgraph):
+    if heavy and not summed:
         dtype = next((op.out.dtype for op in heavy if isinstance(op.out, TensorSpec)), "float32")
         rates = device.flops_per_s
         rate = rates.get(dtype) or max(rates.values(), default=0.0)
         if dtype == "float32" and device.kind == "cuda":
             convolves = all(op_class(op.target) == "conv" for op in heavy)
             rate = max(rate, rates.get("bfloat16", 0.0) / (TF32_SLOWDOWN if convolves else SPLIT_PRODUCTS))
-        gemm_flops = sum(cost(op, [subgraph.value(i) for i in op.inputs])[0] for op in heavy)
+        gemm_flops = sum(
+            cost(op, [subgraph.value(i) for i in op.inputs])[0] * pooled_share(subgraph, op) for op in heavy
+        )
         compute_s = gemm_flops / rate if rate else 0.0
         if compute_s * 1e6 > seen_us:
             compute_s = 0.0

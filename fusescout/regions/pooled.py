@@ -7,7 +7,9 @@ from typing import Any
 
 from fusescout.convolution import CONVOLUTIONS
 from fusescout.ir import Graph
+from fusescout.ir import Op
 from fusescout.ir import Ref
+from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
 from fusescout.nodekinds import is_pointwise
 from fusescout.nodekinds import shape_of
@@ -23,6 +25,19 @@ def is_plain_average(name: str, args: Sequence[Any]) -> bool:
     whole = not any(padding) if isinstance(padding, tuple) else padding == 0
     exact = len(args) <= ROUNDS_UP or args[ROUNDS_UP] is False
     return name in AVERAGES and whole and exact and (len(args) <= DIVISOR or args[DIVISOR] is None)
+
+
+def pooled_share(graph: Subgraph, op: Op) -> float:
+    """The part of a product's results that has to be computed: a 1x1 convolution's pixels may be averaged before."""
+    value = len(graph.inputs) + graph.ops.index(op)
+    users = graph.users(value)
+    pool = graph.op_of(users[0]) if len(users) == 1 and value not in graph.outputs else None
+    if pool is None or op.name not in CONVOLUTIONS or not is_plain_average(pool.name, pool.args):
+        return 1.0
+    whole, weight = op.out, graph.value(op.inputs[1])
+    if not isinstance(whole, TensorSpec) or not isinstance(weight, TensorSpec) or any(n != 1 for n in weight.shape[2:]):
+        return 1.0
+    return pool.out.numel / whole.numel if isinstance(pool.out, TensorSpec) else 1.0
 
 
 def find_pooled(graph: Graph) -> list[set[str]]:

@@ -15,6 +15,7 @@ from template_cases import trace
 from torch import nn
 from torch.nn import functional as F
 
+from fusescout.candidates import lower_bound
 from fusescout.contenders.framework import Framework
 from fusescout.contenders.framework import rewrites
 from fusescout.contenders.tilelang import TileLang
@@ -47,6 +48,12 @@ def test_both_ways_to_pool_first_are_right(memory_format: MemoryFormat, dtype: t
         assert not isinstance(variants, str)
         built = contender.build(graph, variants[0], CPU)
         assert Verifier(graph, inputs, "cpu").check(built.run, "full").reason == ""
+
+
+def test_only_pooled_pixels_bound_the_time() -> None:
+    graph, _ = chain(captured(transition(), X), *OPS)
+    rates = Device("cuda", "H", "sm_90a", 132, 1e18, {"float32": 1e12, "bfloat16": 1e12}, 4.0, 50 << 20)
+    assert lower_bound(graph, rates)[0] == pytest.approx(3 * (6 * 5) * 10 * (2 * 6 + 1) / 1e6)  # the bias adds one
 
 
 def test_it_is_patched_into_a_model_and_shown_as_a_script(tmp_path: Path) -> None:
