@@ -109,9 +109,11 @@ class AttentionWriter:
         return lines
 
     def _power(self, score: str) -> str:
-        """The weight of a score, or how much earlier ones shrink, against the base of its row."""
-        if self.folded:
-            return f"ex2({score} * FACTOR - base[i] * FACTOR)"
+        """The weight of a score, or how much earlier ones shrink, against the base of its row.
+
+        Not `score * FACTOR - base * FACTOR`: contracted, a base less itself is not 0 but what its product was rounded
+        by, and with scores of 1e9 the rows so far would be weighed by powers of two.
+        """
         return f"ex2(({score} - base[i]) * FACTOR)"
 
     # -- the whole text
