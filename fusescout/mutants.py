@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusescout.contenders.base import Runner
 from fusescout.ir import FLOATS
 from fusescout.ir import Subgraph
+from fusescout.mutants_attention import LOST_TILE
 from fusescout.mutants_attention import attention_mutants
 from fusescout.mutants_losses import MISSING_TILE
 from fusescout.mutants_losses import loss_mutants
@@ -24,7 +25,9 @@ from fusescout.reference import build
 from fusescout.verify import Verifier
 
 REJECTED, SAME, ACCEPTED = "rejected", "not distinguishable", "ACCEPTED"
-ROUNDING = frozenset({"low-precision sum", "float16 arithmetic", "bfloat16 arithmetic", "1 % too large", MISSING_TILE})
+ROUNDING = frozenset(
+    {"low-precision sum", "float16 arithmetic", "bfloat16 arithmetic", "1 % too large", MISSING_TILE, LOST_TILE}
+)
 """Bugs of degree: they are wrong only as far as they err more than the rule allows."""
 K_STEP = 16
 Edit = Callable[[Tensor], Tensor]

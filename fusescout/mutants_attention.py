@@ -22,6 +22,7 @@ from fusescout.regions.rows import SOFTMAXES
 
 TILE = 16
 """Keys of a lost tile, or a quarter of all where there are not so many."""
+LOST_TILE = "lost tile of keys"
 BUILT_IN = "torch.ops.aten.scaled_dot_product_attention.default("
 SOFTMAX = ("torch.ops.aten.softmax.int(", "torch.ops.aten._softmax.default(")
 Weigh = Callable[[Tensor], Tensor]
@@ -43,7 +44,7 @@ def attention_mutants(graph: Subgraph) -> dict[str, Runner]:
     if written:
         return {
             name: _planted(graph, _built_in(), _softmax(weigh))
-            for name, weigh in {"lost tile of keys": _lost_tile, "sums of two bases": _two_bases}.items()
+            for name, weigh in {LOST_TILE: _lost_tile, "sums of two bases": _two_bases}.items()
         }
     return {}
 
@@ -132,6 +133,6 @@ _FAULTS: dict[str, dict[str, Any]] = {
     "scores not scaled as told": {"factor": 1.25},
     "nothing hidden": {"hides": False},
     "causal order off by one": {"ahead": 1},
-    "lost tile of keys": {"weigh": _lost_tile},
+    LOST_TILE: {"weigh": _lost_tile},
     "sums of two bases": {"weigh": _two_bases},
 }
