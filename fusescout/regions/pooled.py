@@ -48,7 +48,7 @@ def find_pooled(graph: Graph) -> list[set[str]]:
         if node.op not in CONVOLUTIONS or len(readers) != 1 or node.name in graph.outputs or not node.is_op:
             continue
         pool, weight = graph.by_name[readers[0]], graph.by_name[node.inputs[1]].out
-        if not is_plain_average(pool.op, pool.args) or not isinstance(weight, TensorSpec):
+        if not is_plain_average(pool.op, pool.args) or not isinstance(weight, TensorSpec) or weight.dtype != "float32":
             continue
         if any(n != 1 for n in weight.shape[2:]) or not isinstance(node.args[0], Ref):
             continue

@@ -15,6 +15,7 @@ from template_cases import trace
 from torch import nn
 from torch.nn import functional as F
 
+from fusescout import reference
 from fusescout.candidates import lower_bound
 from fusescout.contenders.framework import Framework
 from fusescout.contenders.framework import rewrites
@@ -22,7 +23,6 @@ from fusescout.contenders.tilelang import TileLang
 from fusescout.device import Device
 from fusescout.patching import patch
 from fusescout.plan import MemoryFormat
-from fusescout.verify import Verifier
 
 CPU = Device("cpu", "test", "x86", 1)
 OPS = ("batch_norm", "relu", "conv2d", "avg_pool2d")
@@ -30,24 +30,25 @@ OPS = ("batch_norm", "relu", "conv2d", "avg_pool2d")
 
 def transition() -> nn.Module:
     """DenseNet's."""
+    torch.manual_seed(0)
     return trained(nn.Sequential(nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 10, 1), nn.AvgPool2d(2, 2)))
 
 
 X = torch.randn(3, 6, 12, 10, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(
-    ("memory_format", "dtype"), [("preserved", torch.bfloat16), ("channels_last", torch.float16)], ids=str
-)
-def test_both_ways_to_pool_first_are_right(memory_format: MemoryFormat, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory_format", ["preserved", "channels_last"])
+def test_both_ways_to_pool_first_are_right(memory_format: MemoryFormat, tmp_path: Path) -> None:
     x = X if memory_format == "preserved" else X.to(memory_format=torch.channels_last)
-    graph, inputs = chain(captured(transition().to(dtype), x.to(dtype), memory_format), *OPS)
+    graph, inputs = chain(captured(transition(), x, memory_format), *OPS)
     assert "avg_pool2d before convolution" in [name for name, _ in rewrites(graph, CPU)]
+    (wanted,) = reference.build(graph)(inputs)
     for contender in (Framework(), TileLang(cache_dir=tmp_path)):
         variants = contender.variants(graph, CPU, "quick")
         assert not isinstance(variants, str)
-        built = contender.build(graph, variants[0], CPU)
-        assert Verifier(graph, inputs, "cpu").check(built.run, "full").reason == ""
+        (got,) = contender.build(graph, variants[0], CPU).run(inputs)
+        assert got.stride() == wanted.stride()
+        assert torch.allclose(got, wanted, atol=1e-6)  # strict float32 needn't pass the rule
 
 
 def test_only_pooled_pixels_bound_the_time() -> None:
