@@ -30,7 +30,7 @@ TEMPLATES = load().templates
 SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES + WINDOWED + ATTENTION
 CHOSEN = (
     "bias_gelu", "mask", "transposed", "layer_norm", "masked_softmax", "extremes", "softmax_channels",
-    "wide_group_norm", "wide_cross_entropy", "partly_rotary", "max_pool_overlap", "windows", "bias",
+    "wide_group_norm", "wide_cross_entropy", "partly_rotary", "max_pool_overlap", "bias",
 )  # fmt: skip
 
 
