@@ -78,7 +78,7 @@ def _loads_itself(config: dict, problem: gemm_problem.Problem) -> bool:
 
 def _clustered(config: dict) -> bool:
     """TileLang 0.1.15 launches all kernels of a source as clusters if one is, which the copies' grids refuse."""
-    return config.get("cluster", 1) > 1 or (config["schedule"] == "split" and config["join"] == "cluster")
+    return config.get("cluster", 1) > 1 or (config.get("splits", 1) > 1 and config["join"] == "cluster")
 
 
 def refusal(graph: Subgraph, device: Device, gemms: int, every: bool = False, copies: bool = False) -> str | None:
