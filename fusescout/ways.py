@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -43,8 +44,22 @@ class Way:
 def compiling(workload: Workload) -> Iterator[None]:
     """Dynamo for the ways of one model: what it compiles inside is dropped after, and the model left as it was."""
     limits: Any = {"recompile_limit": 64, "accumulated_recompile_limit": 1024}
-    with torch._dynamo.config.patch(**limits), forgotten(), untouched(workload):
+    with torch._dynamo.config.patch(**limits), forgotten(), untouched(workload), _settled_memory():
         yield
+
+
+@contextmanager
+def _settled_memory() -> Iterator[None]:
+    """Spare Python's garbage collector what is there already: walking it again and again takes 5 % of a compilation."""
+    if gc.get_freeze_count():  # somebody has done so before, and will undo it
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def warm(name: str, workload: Workload, model: Any) -> Way:

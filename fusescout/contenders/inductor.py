@@ -66,14 +66,13 @@ class Inductor:
         """Compile for the captured shapes and run once.
 
         A patch builds it while Dynamo captures the model. In Dynamo's tracing context the example's sizes would become
-        symbols of that capture which come from no input, and torch 2.11 then fails to make its guards. Without any
-        context Inductor leaves its disk cache alone.
+        symbols of that capture which come from no input, and torch 2.11 then fails to make its guards.
         """
         what = self._what(graph, variant)
         example = InputSource(graph, None, device.kind, 0).make("normal")
         start = time.perf_counter()
         try:
-            with self._own_cache(what), torch.no_grad(), tracing(_fixed_shapes()):
+            with self._own_cache(what), torch.no_grad(), tracing(None):
                 compiled = _compiled(graph, variant, example)
                 compile_s, start = time.perf_counter() - start, time.perf_counter()
                 compiled(*example)
@@ -94,7 +93,7 @@ class Inductor:
         example = InputSource(graph, None, device.kind, 0).make("normal")
         start = time.perf_counter()
         try:
-            with self._own_cache(what), torch.no_grad(), tracing(_fixed_shapes()):
+            with self._own_cache(what), torch.no_grad(), tracing(None):
                 _compiled(graph, variant, example)
         except Exception as error:  # isolation boundary: as above
             raise ContenderFailed(f"torch.compile failed: {in_a_line(error, 300)}.") from error
@@ -131,15 +130,15 @@ class Inductor:
 
 
 def _compiled(graph: Subgraph, variant: Mapping[str, Any], example: Sequence[Tensor]) -> Any:
+    """The chain as code, for these sizes. Without a world of shapes around it, Inductor leaves its disk cache alone."""
     from torch import _inductor
 
     reference = build(graph)
     traced = make_fx(lambda *inputs: list(reference(inputs)), tracing_mode="fake", pre_dispatch=True)(*example)
-    return _inductor.compile(traced, list[Any](example), options=_options(variant["mode"]))
-
-
-def _fixed_shapes() -> TracingContext:
-    return TracingContext(FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True))
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    inputs = [mode.from_tensor(tensor, static_shapes=True) for tensor in example]
+    with tracing(TracingContext(mode)):
+        return _inductor.compile(traced, list[Any](inputs), options=_options(variant["mode"]))
 
 
 def _options(mode: str) -> dict[str, Any]:

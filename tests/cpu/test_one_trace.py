@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -116,6 +117,16 @@ def test_a_graph_that_cannot_be_brought_to_aten_runs_in_every_way(model: nn.Modu
             backend = Backend(plan.composed(way))
             assert torch.equal(trace.carried_out(hooked, backend)(X), hooked(X))
             assert not backend.counters.changed
+
+
+def test_the_garbage_collector_is_left_as_it_was(model: nn.Module) -> None:
+    workload = build(model, (X,))
+    assert not gc.get_freeze_count()
+    with compiling(workload):
+        with compiling(workload):
+            assert gc.get_freeze_count()
+        assert gc.get_freeze_count()
+    assert not gc.get_freeze_count()
 
 
 def bench_of(model: nn.Module, x: torch.Tensor) -> endtoend._Bench:
