@@ -124,6 +124,15 @@ def test_special_values_of_causal_attention_are_where_every_query_sees_them():
         assert not all(t.isfinite().all() for k, t in enumerate(made) if k != value)
 
 
+@pytest.mark.parametrize("name", ["causal", "written"])
+def test_large_queries_and_keys_leave_scores_that_can_be_told_apart(name):
+    graph, inputs = named(name).traced(dtype=torch.bfloat16)
+    large = InputSource(graph, inputs, "cpu", 0).make("large")
+    grown = [round(float(b.abs().max() / a.abs().max())) for a, b in zip(inputs, large, strict=True)]
+    assert sorted(grown)[:2] == [8, 8]
+    assert min(sorted(grown)[2:]) > 900
+
+
 def read_value(graph, inputs):
     return inputs[read(graph).v.index]
 
