@@ -22,7 +22,6 @@ from fusescout.ir import TensorSpec
 from fusescout.regions import GEMMS
 from fusescout.regions import Region
 from fusescout.regions import find_regions
-from fusescout.regions.pooled import pooled_share
 from fusescout.session import Rejection
 from fusescout.session import Site
 from fusescout.sums import is_summed
@@ -173,9 +172,7 @@ def lower_bound(subgraph: Subgraph, device: Device, seen_us: float = math.inf) -
         if dtype == "float32" and device.kind == "cuda":
             convolves = all(op_class(op.target) == "conv" for op in heavy)
             rate = max(rate, rates.get("bfloat16", 0.0) / (TF32_SLOWDOWN if convolves else SPLIT_PRODUCTS))
-        gemm_flops = sum(
-            cost(op, [subgraph.value(i) for i in op.inputs])[0] * pooled_share(subgraph, op) for op in heavy
-        )
+        gemm_flops = sum(cost(op, [subgraph.value(i) for i in op.inputs])[0] for op in heavy)
         compute_s = gemm_flops / rate if rate else 0.0
         if compute_s * 1e6 > seen_us:
             compute_s = 0.0

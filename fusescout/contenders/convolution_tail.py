@@ -48,7 +48,7 @@ class Tail:
         strides = tuple(s.stride for s in self.convolutions.output_specs)
 
         def call(inputs: Sequence[Any]) -> tuple[Any, ...]:
-            made = [strided(t, s) for t, s in zip(convolve(inputs), strides, strict=True)]
+            made = [_strided(t, s) for t, s in zip(convolve(inputs), strides, strict=True)]
             return run([*(inputs[k] for k in kept), *made])
 
         return call
@@ -73,7 +73,7 @@ def {name}(*inputs):
 """
 
 
-def strided(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+def _strided(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     """In the strides that the kernel was built for, should a library choose others without a bias."""
     return x if x.stride() == stride else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
 

@@ -18,8 +18,6 @@ from fusescout.contenders.base import Upkeep
 from fusescout.contenders.binding import runner
 from fusescout.contenders.binding import straight
 from fusescout.contenders.compile_seconds import cold_seconds
-from fusescout.contenders.convolution_front import Front
-from fusescout.contenders.convolution_front import as_front
 from fusescout.contenders.convolution_tail import Tail
 from fusescout.contenders.convolution_tail import as_tail
 from fusescout.contenders.pointwise_convolution import Product
@@ -138,14 +136,14 @@ class TileLang:
     def repro(self, graph: Subgraph, variant: Mapping[str, Any], device: Device) -> str:
         """A script with the generated TileLang source; on the CPU with the C++ made from it."""
         product = self._product(graph, variant)
-        inner = product.inner if isinstance(product, Product | Front | Tail) else graph
+        inner = product.inner if isinstance(product, Product | Tail) else graph
         kernel = self.kernel(inner, variant, device)
         code = _repro_cpu(inner, kernel) if device.kind == "cpu" else _repro_cuda(inner, kernel, device)
-        if isinstance(product, Product | Front | Tail):
+        if isinstance(product, Product | Tail):
             code += product.source("contender")
         return script(graph, device, f"tilelang {variant['template']}", code)
 
-    def _product(self, graph: Subgraph, variant: Mapping[str, Any]) -> Product | Front | Tail | str | None:
+    def _product(self, graph: Subgraph, variant: Mapping[str, Any]) -> Product | Tail | str | None:
         """A chain that a variant sees otherwise: as a matrix product, or with prepared constants."""
         split = self._split(graph, variant)
         return Product(split, split.steady, split.steady) if split else _product(graph)
@@ -179,12 +177,10 @@ def _is_meant(family: str, graph: Subgraph) -> bool:
     return meant.get(family, True)
 
 
-def _product(graph: Subgraph) -> Product | Front | Tail | str | None:
-    """What a chain with a convolution is to a template: a product, or what is around it. None for one without."""
+def _product(graph: Subgraph) -> Product | Tail | str | None:
+    """What a chain with a convolution is to a template: a matrix product, or what follows. None for one without."""
     if not any(op.name in CONVOLUTIONS for op in graph.ops):
         return as_rows(graph)
-    if front := as_front(graph):
-        return front
     product = as_product(graph)
     if isinstance(product, Product):
         return product

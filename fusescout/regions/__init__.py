@@ -27,7 +27,6 @@ from fusescout.regions.copies import and_copies
 from fusescout.regions.copies import find_copies
 from fusescout.regions.losses import find_losses
 from fusescout.regions.pieces import find_pieces
-from fusescout.regions.pooled import find_pooled
 from fusescout.regions.rows import find_rows
 from fusescout.regions.shared import find_shared
 from fusescout.regions.sums import find_sums
@@ -82,8 +81,6 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
                 add("conv_epilogue", names)
     for family, names in find_sums(graph):
         add(family, names)
-    for names in find_pooled(graph):
-        add("conv_epilogue", names)
     rows, points = find_rows(flow), [*_pointwise(flow), *find_pieces(flow)]
     for family, regions in (("rowwise", rows), ("pointwise", points)):
         for region in regions:

@@ -124,7 +124,7 @@ def test_special_values_of_causal_attention_are_where_every_query_sees_them():
         assert not all(t.isfinite().all() for k, t in enumerate(made) if k != value)
 
 
-@pytest.mark.parametrize("name", ["causal", "written"])
+@pytest.mark.parametrize("name", ["causal", "windows"])
 def test_large_queries_and_keys_leave_scores_that_can_be_told_apart(name):
     graph, inputs = named(name).traced(dtype=torch.bfloat16)
     large = InputSource(graph, inputs, "cpu", 0).make("large")

@@ -30,7 +30,6 @@ from fusescout.contenders.framework.one_product import BMM
 from fusescout.contenders.framework.one_product import LINEAR
 from fusescout.contenders.framework.one_product import kept_bytes
 from fusescout.contenders.framework.one_product import one_product
-from fusescout.contenders.framework.pooled import pooled
 from fusescout.contenders.framework.shared_bias import shared_bias
 from fusescout.contenders.framework.spelled import spelled_out
 from fusescout.contenders.framework.summed import summed
@@ -43,7 +42,7 @@ from fusescout.reference import build
 from fusescout.reference import to_source
 
 RULES: tuple[Callable[[Subgraph], Step | None], ...] = (
-    spelled_out, affine, attention, folded_affine, folded_batch_norm, shared_bias, summed, pooled, one_product,
+    spelled_out, affine, attention, folded_affine, folded_batch_norm, shared_bias, summed, one_product,
     chunked_loss,
 )  # fmt: skip
 DEVICE_RULES: dict[str, tuple[Callable[[Subgraph], Step | None], ...]] = {
