@@ -55,6 +55,10 @@ from fusescout.ways import compiling
 from fusescout.workerpool import Spare
 from fusescout.workload import Workload
 
+BESIDE = (
+    "The other ways' compile seconds were taken while chains' kernels were compiled beside them, at low priority: alone"
+    " they may be shorter."
+)
 SHARE_OF_RACES, MAX_BUDGET_S = 0.25, 15.0
 """After races that took long, the whole model may be measured longer than `BUDGET_S` too."""
 
@@ -185,7 +189,7 @@ def _run(
         )
         for c in chosen
     ]
-    notes = (describe_once(once), layout.note, _masks(captured.constant_masks))
+    notes = (describe_once(once), layout.note, _masks(captured.constant_masks), BESIDE if ahead else "")
     budget_s = min(max(BUDGET_S, clock.seconds["race"] * SHARE_OF_RACES), MAX_BUDGET_S)
     with clock.stage("end to end"):
         built = ahead[0] if ahead else None
