@@ -133,7 +133,8 @@ class AttentionWriter:
         lines += [
             f"D, DV = {padded(p.width)}, {padded(p.value_width)}",
             f"BM, BN, STAGES, THREADS = {c['BM']}, {c['BN']}, {c['stages']}, {c['threads']}",
-            f"ROW_BLOCKS, FACTOR = {-(-p.rows // c['BM'])}, {f32(factor)}",
+            f"ROW_BLOCKS, MOST_STEPS = {-(-p.rows // c['BM'])}, {-(-p.keys // c['BN'])}",
+            f"FACTOR = {f32(factor)}",
             'ex2 = math("ex2")',
         ]
         if self.staged:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from attention_cases import ATTENTION
 from attention_cases import ON_CPU
 from attention_cases import attend
 from attention_cases import heads
@@ -19,6 +20,7 @@ from fusescout.templates import attention as template
 from fusescout.templates.attention_problem import Refused
 from fusescout.templates.attention_problem import read
 from lowering import HOPPER
+from lowering import lowered
 from role_interpreter import interpret_roles
 from template_cases import randn
 from template_cases import trace
@@ -131,6 +133,16 @@ def test_large_queries_and_keys_leave_scores_that_can_be_told_apart(name):
     grown = [round(float(b.abs().max() / a.abs().max())) for a, b in zip(inputs, large, strict=True)]
     assert sorted(grown)[:2] == [8, 8]
     assert min(sorted(grown)[2:]) > 900
+
+
+def test_a_block_of_one_step_waits_for_no_second():
+    """TileLang made one trip of `steps - 1` trips that are none or one: the H200 hung. Here blocks have one or two."""
+    (case,) = (c for c in ATTENTION if c.name == "causal_across")
+    graph, _ = case.traced(dtype=torch.bfloat16)
+    config = next(c for c in template.configs(graph, HOPPER) if c["schedule"] == "ahead" and c["BM"] == 64)
+    lines = lowered(template.kernel(graph, config, HOPPER)).kernel_source.splitlines()
+    (second,) = (k for k, line in enumerate(lines) if "k_full[1].wait(0)" in line)
+    assert lines[second - 1].strip().startswith("if (")
 
 
 def read_value(graph, inputs):
