@@ -32,7 +32,7 @@ def find_attention(flow: Flow) -> list[set[str]]:
     for node in graph.nodes:
         if node.dead or node.mutates or not isinstance(node.out, TensorSpec) or node.out.numel == 0:
             continue
-        core = {node.name} if node.op == ATTENTION else _written_out(graph, node)
+        core = _built_in(node) if node.op == ATTENTION else _written_out(graph, node)
         if not core:
             continue
         regions.append(core)
@@ -40,6 +40,12 @@ def find_attention(flow: Flow) -> list[set[str]]:
         if wide != core:
             regions.append(wide)
     return regions
+
+
+def _built_in(node: Node) -> set[str]:
+    """The node, unless it drops weights: a backward pass that computes it again would drop others."""
+    dropout = dict(node.kwargs).get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+    return {node.name} if dropout == 0.0 else set()
 
 
 def _written_out(graph: Graph, softmax: Node) -> set[str]:

@@ -61,11 +61,13 @@ def test_an_operand_that_every_vector_repeats_is_gathered(dtype):
     assert ("__pack_bfloat162(in0[" in report(case, dtype).source) == (dtype == torch.bfloat16)
 
 
-def test_rows_too_wide_for_registers_are_walked_in_chunks_of_vectors_at_any_address():
-    wide = Case("vocabulary", "rowwise", lambda x: x.log_softmax(-1), lambda: (randn(4, 50257),))
-    found = report(wide, torch.bfloat16)
+@pytest.mark.parametrize("columns", [50257, 128256])
+def test_rows_too_wide_for_registers_are_walked_in_chunks_of_vectors_at_any_address(columns):
+    wide = Case("vocabulary", "rowwise", lambda x: x.log_softmax(-1), lambda: (randn(4, columns),))
+    found = report(wide, torch.bfloat16, int(columns == 50257))  # its first configuration holds rows in registers
     assert "for (int k = 0;" in found.source
     assert found.source.count("(uint4*)(in0 +") >= 4  # both passes, in the loop and around it
+    assert found.source.count("max(n2[") == 2 * (2 + (columns == 50257))  # one maximum a thread and chunk
     assert found.spilled_bytes == 0
 
 
