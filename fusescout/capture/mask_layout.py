@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch import fx
 from torch._ops import OpOverload
@@ -21,7 +22,9 @@ from fusescout.capture.masks import Arguments
 from fusescout.capture.masks import aten
 from fusescout.capture.masks import mask_of
 from fusescout.capture.masks import with_mask
-from fusescout.capture.masks import written
+from fusescout.capture.settled import is_pure
+from fusescout.capture.settled import memory
+from fusescout.capture.settled import written_memory
 from fusescout.flops import op_class
 
 ALIGNMENT = 16
@@ -36,14 +39,14 @@ def lay_out_masks(gm: fx.GraphModule) -> dict[fx.Node, Arguments]:
     """
     changed: dict[fx.Node, Arguments] = {}
     made: dict[fx.Node, fx.Node] = {}
-    touched = written(gm)
+    touched = written_memory(gm)
     for node in gm.graph.find_nodes(op="call_function", target=ATTENTION):
         mask = mask_of(node)
-        if not isinstance(mask, fx.Node) or mask in touched or _is_readable(mask):
+        if not isinstance(mask, fx.Node) or memory(mask) & touched or _is_readable(mask):
             continue
         if mask not in made:
             with gm.graph.inserting_before(node):
-                made[mask] = _Writer(gm.graph, node).dense(mask)
+                made[mask] = _Writer(gm.graph, node, touched).dense(mask)
         changed[node] = (node.args, dict(node.kwargs))
         with_mask(node, made[mask])
     return changed
@@ -61,8 +64,8 @@ def _is_readable(mask: fx.Node) -> bool:
 class _Writer:
     """Writes the operators of one mask, where nodes are being inserted."""
 
-    def __init__(self, graph: fx.Graph, near: fx.Node) -> None:
-        self.graph = graph
+    def __init__(self, graph: fx.Graph, near: fx.Node, touched: set[int]) -> None:
+        self.graph, self.touched = graph, touched
         self.meta = {k: v for k, v in near.meta.items() if k in ("nn_module_stack", "stack_trace")}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -73,7 +76,8 @@ class _Writer:
     def dense(self, mask: fx.Node) -> fx.Node:
         """The mask over dense memory, expanded along what it is constant along."""
         value: Tensor = mask.meta["val"]
-        constant = _constant(mask, {}) - {-1, -2}
+        cut = not torch.is_grad_enabled()  # else the mask's own gradient would be that of its first element alone
+        constant = _constant(mask, self.touched, {}) - {-1, -2} if cut else set()
         source = self.without(mask, constant)
         short = -value.size(-1) % ALIGNMENT if value.device.type == "cuda" else 0
         if short:
@@ -98,17 +102,20 @@ class _Writer:
         return node
 
 
-def _constant(node: fx.Node, known: dict[fx.Node, set[int]]) -> set[int]:
-    """The dimensions, counted from the last, of more than one element along which a value is the same by its making."""
+def _constant(node: fx.Node, touched: set[int], known: dict[fx.Node, set[int]]) -> set[int]:
+    """The dimensions, counted from the last, of more than one element along which a value is the same by its making.
+
+    What is made of memory that something writes to (`touched`) is not made again.
+    """
     value = node.meta.get("val")
     if node in known or not isinstance(value, Tensor):
         return known.get(node, set())
     wide = {d for d in range(-value.dim(), 0) if value.size(d) > 1}
     found = {d for d in wide if value.stride(d) == 0}
-    if _is_pointwise(node):
+    if _is_pointwise(node) and not any(memory(n) & touched for n in node.all_input_nodes):
         for source in node.all_input_nodes:
             operand = source.meta["val"]
-            same = _constant(source, known)
+            same = _constant(source, touched, known)
             wide = {d for d in wide if -d > operand.dim() or operand.size(d) == 1 or d in same}
         found |= wide
     known[node] = found
@@ -117,9 +124,8 @@ def _constant(node: fx.Node, known: dict[fx.Node, set[int]]) -> set[int]:
 
 def _is_pointwise(node: fx.Node) -> bool:
     return (
-        node.op == "call_function"
-        and isinstance(node.target, OpOverload)
-        and not node.target._schema.is_mutable
+        isinstance(node.target, OpOverload)
+        and is_pure(node)  # dropout draws for each element
         and op_class(target_name(node)) == "pointwise"
         and bool(node.all_input_nodes)
         and all(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes)

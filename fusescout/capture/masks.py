@@ -19,6 +19,9 @@ from torch._guards import tracing
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fusescout.capture.settled import memory
+from fusescout.capture.settled import written_memory
+
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
 MASK = 3
@@ -81,9 +84,9 @@ def mask_of(node: fx.Node) -> Any:
 def _constants(gm: fx.GraphModule) -> set[fx.Node]:
     """Nodes whose value no input, parameter or random number decides, and that nothing writes to."""
     found: set[fx.Node] = set()
-    touched = written(gm)
+    touched, memories = written(gm), written_memory(gm)
     for node in gm.graph.nodes:
-        if node.op != "call_function" or node in touched or not _is_pure(node):
+        if node.op != "call_function" or node in touched or memory(node) & memories or not _is_pure(node):
             continue
         value = node.meta.get("val")
         if isinstance(value, Tensor) and value.numel() > MAX_NUMEL:

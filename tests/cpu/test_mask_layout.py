@@ -110,6 +110,53 @@ def test_a_mask_that_something_writes_to_is_left_alone() -> None:
             torch.testing.assert_close(model(X), expected)
 
 
+def test_a_mask_whose_memory_is_written_to_between_two_attentions_is_left_alone() -> None:
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            base = torch.zeros(S, S) + x[0, 0, 0]
+            mask, heads = base.t(), x.view(B, S, H, D).transpose(1, 2)
+            first = scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+            base.add_(torch.ones(S, S).triu() * 9)
+            return (first + scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)).transpose(1, 2) * 2
+
+    model = Twice().eval()
+    with torch.no_grad():
+        expected = model(X)
+        with patched(model, plan_of(model, X).model_copy(update={"constant_masks": True})):
+            torch.testing.assert_close(model(X), expected)
+
+
+def test_what_is_drawn_for_each_sequence_is_not_cut() -> None:
+    def dropped(model: Biased, x: Tensor) -> Tensor:
+        return nn.functional.dropout(heads_last(model, x).expand(B, H, S, S), 0.5, training=True)
+
+    (mask, _) = (n.args[3] for n in attentions(Biased(dropped).eval()))
+    assert not [n for n in mask.graph.nodes if "dropout" in str(n.target) and n.meta["val"].shape[0] == 1]
+
+
+def test_the_gradient_of_an_expanded_mask_is_that_of_each_element() -> None:
+    class Given(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            heads = x.view(B, S, H, D).transpose(1, 2)
+            return scaled_dot_product_attention(heads, heads, heads, attn_mask=mask).transpose(1, 2) * 2
+
+    def gradient(model: nn.Module, run: Callable[..., Tensor]) -> Tensor:
+        mask = torch.randn(H, S, S).mT[None].expand(B, H, S, S).requires_grad_()
+        torch.manual_seed(0)
+        run(X, mask).square().sum().backward()
+        assert mask.grad is not None
+        return mask.grad
+
+    model = Given()
+    torch.manual_seed(1)
+    expected = gradient(model, model)
+    given = torch.randn(H, S, S).mT[None].expand(B, H, S, S)
+    plan = plan_of(model.eval(), X, given).model_copy(update={"constant_masks": True})
+    with patched(model, plan):
+        torch.manual_seed(1)
+        torch.testing.assert_close(gradient(model, model), expected)
+
+
 def test_gradients_reach_what_the_mask_is_made_of() -> None:
     model = Biased(masked_for_each_sequence)
     model(X).sum().backward()

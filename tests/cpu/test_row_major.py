@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -84,6 +86,17 @@ def test_only_the_stream_is_copied() -> None:
     module = copy_of(graph.module)
     row_major(module)
     assert sum("clone" in str(n.target) for n in module.graph.nodes) == 1
+
+
+@pytest.mark.parametrize("shown", [lambda x: (x.reshape(2, -1), x.contiguous()), lambda x: (x, x.mT)])
+def test_outputs_that_would_share_memory_otherwise_keep_the_layout(shown: Callable[[Tensor], object]) -> None:
+    class Two(nn.Module):
+        def forward(self, x: Tensor) -> object:
+            return shown(x.transpose(1, 2) * 2)
+
+    torch._dynamo.reset()
+    (graph,) = capture(Workload(Two().eval(), (SPEECH,))).graphs
+    assert "share memory" in row_major(copy_of(graph.module))
 
 
 def test_row_major_pointwise_operators_leave_a_graph_alone() -> None:
