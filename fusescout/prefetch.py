@@ -94,15 +94,7 @@ def chains_ahead(subgraphs: Sequence[Subgraph], device: Device, config: Config) 
     if device.kind != "cuda" or count < 1:
         yield
         return
-    opening: dict[str, Any] = {
-        "device": dataclasses.asdict(device),
-        "inputs": None,
-        "seed": config.seed,
-        "templates": [],
-        "cache_dir": str(config.cache_dir),
-        "numerics": numerics.current(),
-        "compile_only": True,
-    }
+    opening = opening_to_compile(device, config)
     children = [Worker(ONE_THREAD) for _ in range(count)]
 
     def work(child: Worker) -> None:
@@ -124,6 +116,19 @@ def chains_ahead(subgraphs: Sequence[Subgraph], device: Device, config: Config) 
         for thread, child in zip(threads, children, strict=True):
             thread.join()
             child.close()
+
+
+def opening_to_compile(device: Device, config: Config) -> dict[str, Any]:
+    """How a worker is opened that compiles a chain and never runs it; the sub-graph besides."""
+    return {
+        "device": dataclasses.asdict(device),
+        "inputs": None,
+        "seed": config.seed,
+        "templates": [],
+        "cache_dir": str(config.cache_dir),
+        "numerics": numerics.current(),
+        "compile_only": True,
+    }
 
 
 def times_padding(graph: Subgraph) -> bool:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusescout.capture.encode import target_name
 from fusescout.capture.encode import writes
-from fusescout.capture.settled import memory
+from fusescout.capture.visible import sharing
 from fusescout.hoisting import MARK
 from fusescout.hoisting import STATIC
 
@@ -41,7 +41,7 @@ def restride(module: fx.GraphModule, rule: type[Restride]) -> str:
         rule(working).run()
     except Refused as refused:
         return str(refused)
-    if _sharing(working) != _sharing(module):
+    if sharing(working) != sharing(module):
         return "its outputs would share memory otherwise than they do"
     module.graph = working.graph
     module.graph.lint()
@@ -56,14 +56,6 @@ def copy_of(module: fx.GraphModule) -> fx.GraphModule:
     copy = fx.GraphModule(module, graph)
     copy.meta.update(module.meta)
     return copy
-
-
-def _sharing(module: fx.GraphModule) -> list[list[int]]:
-    """For each input and output, and each memory it is in, the number of the first one in the same memory."""
-    results = [n for n in tree_leaves(module.graph.output_node().args) if isinstance(n, fx.Node)]
-    first: dict[int, int] = {}
-    shown = [*module.graph.find_nodes(op="placeholder"), *results]
-    return [[first.setdefault(m, k) for m in sorted(memory(n))] for k, n in enumerate(shown)]
 
 
 class Refused(Exception):

@@ -6,28 +6,25 @@ kernels by timing (max-autotune) is left to the races, where nothing else runs o
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import Empty
 from queue import SimpleQueue
-from typing import Any
 
-from fusescout import numerics
 from fusescout.config import Config
 from fusescout.device import Device
 from fusescout.errors import WorkerDied
 from fusescout.errors import WorkerRefused
 from fusescout.errors import WorkerTimeout
 from fusescout.ir import Subgraph
+from fusescout.prefetch import ONE_THREAD
+from fusescout.prefetch import opening_to_compile
 from fusescout.workerpool import STARTUP_S
 from fusescout.workerpool import Worker
 
 MOST_WORKERS = 8
 EACH_S = 120.0
-ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-"""Each worker would start a pool of compilers of its own."""
 
 
 def compile_inductor(graphs: Sequence[Subgraph], device: Device, config: Config) -> None:
@@ -41,15 +38,7 @@ def compile_inductor(graphs: Sequence[Subgraph], device: Device, config: Config)
     waiting: SimpleQueue[Subgraph] = SimpleQueue()
     for graph in graphs:
         waiting.put(graph)
-    opening: dict[str, Any] = {
-        "device": dataclasses.asdict(device),
-        "inputs": None,
-        "seed": config.seed,
-        "templates": [],
-        "cache_dir": str(config.cache_dir),
-        "numerics": numerics.current(),
-        "compile_only": True,
-    }
+    opening = opening_to_compile(device, config)
 
     def work() -> None:
         worker = Worker(ONE_THREAD)

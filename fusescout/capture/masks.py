@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fusescout.capture.settled import memory
+from fusescout.capture.settled import mutates
 from fusescout.capture.settled import written_memory
 
 aten = torch.ops.aten
@@ -109,7 +110,7 @@ def written(gm: fx.GraphModule) -> set[fx.Node]:
 
     `m[:, 0].masked_fill_(padding, -inf)` changes `m` by way of a view.
     """
-    waiting = [source for node in gm.graph.nodes if _mutates(node) for source in node.all_input_nodes]
+    waiting = [source for node in gm.graph.nodes if mutates(node) for source in node.all_input_nodes]
     found: set[fx.Node] = set()
     while waiting:
         node = waiting.pop()
@@ -117,13 +118,6 @@ def written(gm: fx.GraphModule) -> set[fx.Node]:
             found.add(node)
             waiting += node.all_input_nodes
     return found
-
-
-def _mutates(node: fx.Node) -> bool:
-    """Whether it may write to an argument: also what isn't known as an operator, such as a wrapped sub-graph."""
-    if node.op != "call_function" or node.target is operator.getitem:
-        return node.op in ("call_module", "call_method")
-    return not isinstance(node.target, OpOverload) or bool(node.target._schema.is_mutable)
 
 
 def _is_pure(node: fx.Node) -> bool:

@@ -41,10 +41,17 @@ class Visible:
         outputs = tuple(map(_layout, results))
         delicate = written_memory(module) | {m for n in nodes if _reads_strides(n) for m in memory(n)}
         inside = [(n.name, _layout(n), m) for n in nodes for m in sorted(memory(n) & delicate)]
-        outside = [(n.name, (), m) for n in (*module.graph.find_nodes(op="placeholder"), *results) for m in memory(n)]
         first: dict[int, str] = {}
-        sharing = tuple((name, layout, first.setdefault(m, name)) for name, layout, m in (*inside, *outside))
-        return cls(outputs, sharing)
+        lives = tuple((name, layout, first.setdefault(m, name)) for name, layout, m in inside)
+        return cls(outputs, (*lives, sharing(module)))
+
+
+def sharing(module: fx.GraphModule) -> tuple[tuple[int, ...], ...]:
+    """For each input and output, and each memory it is in, the number of the first one in the same memory."""
+    results = [n for n in tree_leaves(module.graph.output_node().args) if isinstance(n, fx.Node)]
+    first: dict[int, int] = {}
+    shown = [*module.graph.find_nodes(op="placeholder"), *results]
+    return tuple(tuple(first.setdefault(m, k) for m in sorted(memory(n))) for k, n in enumerate(shown))
 
 
 def _layout(node: fx.Node) -> tuple[Any, ...]:
