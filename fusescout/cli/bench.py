@@ -65,6 +65,7 @@ def kernels(
     kind = (resolve_device(config.device) or "cpu").split(":")[0]
     shapes = shapes or ("full" if kind == "cuda" else "quick")
     _known("--shapes", [shapes], cases.SHAPES)
+    _seconds("--limit-s", limit_s)
     _known("--family", family or (), cases.families())
     chosen = [c for c in cases.select(shapes, family or ()) if not only or any(text in c.name for text in only)]
     if not chosen:
@@ -93,6 +94,11 @@ def _known(option: str, given: list[str] | tuple[str, ...], valid: tuple[str, ..
     for name in given:
         if name not in valid:
             raise UsageProblem(f"{option} can't be {name}.", "", f"Allowed: {', '.join(valid)}.")
+
+
+def _seconds(option: str, value: float | None) -> None:
+    if value is not None and not value > 0:  # NaN neither
+        raise UsageProblem(f"{option} can't be {value:g}.", "", "It is a number of seconds above 0.")
 
 
 @app.command()
@@ -147,6 +153,10 @@ def models(
     _known("--suite", [suite], ("full", "short"))
     wanted = [SHORT_DTYPES.get(d, d) for d in (dtypes or config.dtype or "").split(",") if d]
     _known("--dtype", wanted, tuple(dict.fromkeys(SHORT_DTYPES.values())))
+    _seconds("--each-s", each_s)
+    _seconds("--limit-s", limit_s)
+    if keep is not None and keep.exists() and not keep.is_dir():
+        raise UsageProblem(f"-o can't be {keep}.", "It is a file.", "Name a folder; it is made if it isn't there.")
     with terminal.stdout_reserved(), terminal.progress() as on_event:
         from fusescout.bench.models import run
         from fusescout.workload import resolve_device

@@ -202,6 +202,11 @@ def test_a_graph_that_is_replayed_shows_the_memory_of_its_kernels_without_one() 
         (["kernels", "--only", "no such case", "--device", "cpu"], "No case is left."),
         (["models", "gpt5"], "MODELS can't be gpt5."),
         (["models", "gpt2", "--dtype", "int3"], "--dtype can't be int3."),
+        (["models", "gpt2", "--each-s", "nan"], "--each-s can't be nan."),
+        (["models", "gpt2", "--each-s", "0"], "--each-s can't be 0."),
+        (["models", "gpt2", "--limit-s", "-5"], "--limit-s can't be -5."),
+        (["models", "gpt2", "-o", __file__], "It is a file."),
+        (["kernels", "--limit-s", "nan"], "--limit-s can't be nan."),
     ],
 )
 def test_wrong_usage_is_told_before_anything_runs(
