@@ -15,6 +15,9 @@ CASES = {
     "columns": (lambda x, w, b: F.linear(x, w, b).mean(-1, keepdim=True), *ROWS),
     "columns, added up": (lambda x, w, b: F.linear(x, w, b).sum(2), *ROWS),
     "columns, scaled": (lambda x, w, b, c: ((F.linear(x, w, b) - c) * 2).mean(2), *ROWS, (48,)),
+    "many columns, less a row": (
+        lambda x, w, b, c: (F.linear(x, w, b) - c).mean(1, True), (64, 96), (2048, 96), (2048,), (2048,)
+    ),
     "columns of a wide input": (lambda x, w, b: F.linear(x, w, b).mean(1, True), (16, 1100), (33, 1100), (33,)),
     "rows and columns": (lambda x, w, b: F.linear(x, w, b).mean((0, 1, 2)), *ROWS),
     "rows": (lambda x, w, b: F.linear(x, w, b).mean(1), *ROWS),

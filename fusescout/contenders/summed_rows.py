@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fusescout import constants
-from fusescout.contenders.framework.folded import folded_affine
 from fusescout.contenders.framework.summed import summed
 from fusescout.contenders.pointwise_convolution import Product
 from fusescout.ir import Subgraph
@@ -15,7 +14,7 @@ def as_rows(graph: Subgraph) -> Product | None:
     """The rest of a sub-graph, with what is made of its parameters prepared; None if it keeps a matrix product."""
     if not is_summed(graph):
         return None
-    while step := folded_affine(graph) or summed(graph):
+    while step := summed(graph):
         graph = step[1]
     split = constants.split(graph)
     if split is None or any(op.name in GEMMS for op in split.steady.ops):

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from fusescout.candidates import lower_bound
 from fusescout.capture import capture
+from fusescout.constants import split
 from fusescout.contenders.framework import Framework
 from fusescout.contenders.framework import rewrites
 from fusescout.contenders.tilelang import TileLang
@@ -39,7 +40,12 @@ def test_a_sum_taken_before_the_product_is_right_also_for_infinities(name: str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("columns, scaled", torch.bfloat16), ("columns of a wide input", torch.float32)]
+    ("name", "dtype"),
+    [
+        ("columns, scaled", torch.bfloat16),
+        ("many columns, less a row", torch.bfloat16),
+        ("columns of a wide input", torch.float32),
+    ],
 )
 def test_a_kernel_for_rows_adds_up_columns(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     graph, inputs = traced(name, dtype)
@@ -48,6 +54,14 @@ def test_a_kernel_for_rows_adds_up_columns(name: str, dtype: torch.dtype, tmp_pa
     assert variants[0]["template"] == "rowwise"
     built = contender.build(graph, variants[0], CPU)
     assert Verifier(graph, inputs, "cpu").check(built.run, "full").reason == ""
+
+
+def test_what_is_prepared_is_not_rounded_to_16_bits() -> None:
+    graph, inputs = traced("many columns, less a row", torch.bfloat16)
+    built = Framework().build(graph, {"calls": [s[0] for s in rewrites(graph, CPU)]}, CPU)
+    (truth,), (out,) = Verifier(graph, inputs, "cpu").truth(inputs), built.run(inputs)
+    rounded = (truth.bfloat16().double() - truth).square().mean()
+    assert (out.double() - truth).square().mean() < 1.1 * rounded
 
 
 def test_a_product_that_is_only_added_up_is_found_and_not_bound_by_its_operations() -> None:
@@ -70,6 +84,7 @@ def test_a_product_that_is_only_added_up_is_found_and_not_bound_by_its_operation
     for graph in found:
         bound, _, nbytes = lower_bound(graph, device)
         if is_summed(graph):  # the weights are not read either
+            assert split(rewrites(graph, CPU)[-1][1]), "sums of parameters are prepared"
             needed = sum(s.nbytes for s in (*graph.inputs, *graph.output_specs) if not s.constant)
             assert nbytes == needed
             assert bound == pytest.approx(nbytes / 4e6)

@@ -42,7 +42,7 @@ from fusescout.reference import build
 from fusescout.reference import to_source
 
 RULES: tuple[Callable[[Subgraph], Step | None], ...] = (
-    spelled_out, affine, attention, folded_affine, folded_batch_norm, shared_bias, summed, one_product,
+    spelled_out, affine, attention, summed, folded_affine, folded_batch_norm, shared_bias, one_product,
     chunked_loss,
 )  # fmt: skip
 DEVICE_RULES: dict[str, tuple[Callable[[Subgraph], Step | None], ...]] = {

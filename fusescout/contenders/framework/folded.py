@@ -7,6 +7,7 @@ and rounded to the operator's dtype once (`batch_norm.py` tells why).
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,7 +47,7 @@ def folded_affine(graph: Subgraph) -> Step | None:
         read = read_product(graph, op)
         if read is None or not all(is_constant(graph, p) for p in (read.weight, *_given(read.bias))):
             continue
-        chain = _chain(graph, value, 1 if op.name in convolution.CONVOLUTIONS else len(graph.tensor(value).shape) - 1)
+        chain = affine_chain(graph, value)
         names = [graph.ops[v - len(graph.inputs)].name for v in chain]
         single = op.name in convolution.CONVOLUTIONS and names == ["batch_norm"]
         if not chain or single or not is_foldable(graph, chain[-1], value, read):
@@ -72,9 +73,11 @@ def read_product(graph: Subgraph, op: Op) -> Convolution | None:
     return Convolution(x, weight, rest[0] if rest else None, (), (), (), (), 1, False)
 
 
-def _chain(graph: Subgraph, value: int, channels: int) -> list[int]:
-    """What follows a value, one after the other, and multiplies or adds constants of its dimension `channels`."""
-    found: list[int] = []
+def affine_chain(graph: Subgraph, value: int) -> list[int]:
+    """What follows a product, one after the other, and multiplies or adds constants of its columns or channels."""
+    op, found = graph.op_of(value), list[int]()
+    assert op is not None
+    channels = 1 if op.name in convolution.CONVOLUTIONS else len(graph.tensor(value).shape) - 1
     while True:
         users = graph.users(value)
         after = graph.op_of(users[0]) if len(users) == 1 else None
@@ -122,9 +125,33 @@ def _number(graph: Subgraph, arg: Any) -> float | None:
 def _folded(graph: Subgraph, value: int, op: Op, read: Convolution, chain: list[int]) -> list[Op]:
     """Operators in the place of all; the last one is the convolution or linear."""
     out, weight = graph.tensor(value), graph.tensor(read.weight)
-    channels = out.shape[-1] if op.name == "linear" else out.shape[1]
     ops: list[Op] = []
     emit = emitter(ops)
+    dtype = Const("dtype", out.dtype)
+    new_weight, shift = wide_parameters(graph, value, read, chain, emit)
+    if new_weight != Ref(read.weight):
+        new_weight = emit(
+            "_to_copy.default", (new_weight,), TensorSpec(weight.shape, out.dtype, weight.stride), dtype=dtype
+        )
+    bias: tuple[Any, ...] = (None,)
+    if shift is not None:
+        bias = (emit("_to_copy.default", (shift,), dense((channels_of(graph, value, read),), out.dtype), dtype=dtype),)
+    kwargs = tuple((k, a) for k, a in op.kwargs if k != "bias")
+    result = graph.tensor(chain[-1])
+    ops.append(Op(op.target, (op.args[0], new_weight, *bias, *op.args[BIAS + 1 :]), kwargs, result))
+    return ops
+
+
+def channels_of(graph: Subgraph, value: int, read: Convolution) -> int:
+    """How many columns or channels a product has."""
+    return graph.tensor(value).shape[1 if read.stride else -1]
+
+
+def wide_parameters(
+    graph: Subgraph, value: int, read: Convolution, chain: Sequence[int], emit: Emit
+) -> tuple[Ref, Ref | None]:
+    """Weight and bias of a product with all of `chain` in them, in float64; a weight that nothing scales as it is."""
+    weight, channels = graph.tensor(read.weight), channels_of(graph, value, read)
     row = dense((channels,), WIDE)
 
     def widened(source: Any) -> Ref:
@@ -151,7 +178,6 @@ def _folded(graph: Subgraph, value: int, op: Op, read: Convolution, chain: list[
         scale = combined("mul", scale, factor)
         shift = None if shift is None else combined("mul", shift, factor)
         shift = combined("add", shift, summand)
-    dtype = Const("dtype", out.dtype)
     new_weight = Ref(read.weight)
     if scale is not None:
         wide = TensorSpec(weight.shape, WIDE, weight.stride)
@@ -160,16 +186,9 @@ def _folded(graph: Subgraph, value: int, op: Op, read: Convolution, chain: list[
             new_weight = scaled_weight(read, new_weight, scale, wide, emit)
         else:
             new_weight = emit("mul.Scalar", (new_weight, scale), wide)
-        new_weight = emit("_to_copy.default", (new_weight,), replace(wide, dtype=out.dtype), dtype=dtype)
-    bias: tuple[Any, ...] = (None,)
-    if shift is not None:
-        if not isinstance(shift, Ref):  # made of the weight, so that it counts as a constant
-            shift = emit("new_full.default", (Ref(read.weight), (channels,), shift), row, dtype=FLOAT64)
-        bias = (emit("_to_copy.default", (shift,), dense((channels,), out.dtype), dtype=dtype),)
-    kwargs = tuple((k, a) for k, a in op.kwargs if k != "bias")
-    result = graph.tensor(chain[-1])
-    ops.append(Op(op.target, (op.args[0], new_weight, *bias, *op.args[BIAS + 1 :]), kwargs, result))
-    return ops
+    if shift is not None and not isinstance(shift, Ref):  # made of the weight, so that it counts as a constant
+        shift = emit("new_full.default", (Ref(read.weight), (channels,), shift), row, dtype=FLOAT64)
+    return new_weight, shift
 
 
 def _terms(

@@ -4,9 +4,11 @@
     mean over rows of x W^T + b     =  (mean of x's rows) W^T + b
     sum over pixels of conv(x, w)   =  sum over taps of w[tap] times the sum of the pixels that meet this tap
 
-Sums are taken in float32 at least, and those of weights in float64. An infinite number that meets both signs gives both
-infinities and so NaN. Each tap is multiplied by itself for that; where a linear's columns or rows are added up, NaN is
-put in the place of an infinite input or weight.
+Factors and summands between the two go into the weight and bias first. Sums are taken in float32 at least, those of
+weights in float64, and what is prepared of weights stays in float32: rounded to 16 bits it would be further off than
+eager, whose rounding errors cancel in a sum. An infinite number that meets both signs gives both infinities and so NaN.
+Each tap is multiplied by itself for that; where a linear's columns or rows are added up, NaN is put in the place of an
+infinite input or weight.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from fusescout.contenders.framework.batch_norm import Emit
 from fusescout.contenders.framework.batch_norm import emitter
 from fusescout.contenders.framework.batch_norm import is_constant
 from fusescout.contenders.framework.batch_norm import is_foldable
+from fusescout.contenders.framework.folded import affine_chain
+from fusescout.contenders.framework.folded import channels_of
 from fusescout.contenders.framework.folded import read_product
+from fusescout.contenders.framework.folded import wide_parameters
 from fusescout.contenders.framework.surgery import Step
 from fusescout.contenders.framework.surgery import dense
 from fusescout.contenders.framework.surgery import numbered
@@ -45,22 +50,23 @@ Pixels = tuple[int, int, int]
 
 
 def summed(graph: Subgraph) -> Step | None:
-    """The first linear or convolution with constant parameters that only a sum reads."""
+    """The first linear or convolution with constant parameters that only a sum reads, or what is folded into it."""
     for value, op in numbered(graph):
-        read, found = read_product(graph, op), following(graph, value)
-        if read is None or found is None or not fits(op.name, found[1], len(graph.tensor(value).shape)):
+        read = read_product(graph, op)
+        if read is None or not all(is_constant(graph, p) for p in (read.weight, read.bias) if p is not None):
             continue
-        parameters = [read.weight, *([] if read.bias is None else [read.bias])]
-        if not all(is_constant(graph, p) for p in parameters) or not is_foldable(graph, found[0], value, read):
+        chain = affine_chain(graph, value)
+        found = following(graph, chain[-1] if chain else value)
+        if found is None or not fits(op.name, found[1], len(graph.tensor(value).shape)):
             continue
-        if not graph.tensor(found[0]).is_contiguous:
+        if not is_foldable(graph, found[0], value, read) or not graph.tensor(found[0]).is_contiguous:
             continue
-        write = _Writer(graph, value, read, *found)
+        write = _Writer(graph, value, read, chain, *found)
         ops = write.linear() if op.name == "linear" else write.convolution()
         if ops:
             kind = "linear" if op.name == "linear" else "convolution"
             return f"{graph.ops[found[0] - len(graph.inputs)].name} before {kind}", splice(
-                graph, {value, found[0]}, found[0], ops
+                graph, {value, *chain, found[0]}, found[0], ops
             )
     return None
 
@@ -83,15 +89,22 @@ def pixels_of(read: Convolution, k: int, x: Sequence[int], weight: Sequence[int]
 class _Writer:
     """Operators in the place of a product and its sum."""
 
-    def __init__(self, graph: Subgraph, value: int, read: Convolution, result: int, what: Total) -> None:
+    def __init__(
+        self, graph: Subgraph, value: int, read: Convolution, chain: Sequence[int], result: int, what: Total
+    ) -> None:
         self.read, self.what = read, what
-        self.x, self.weight = graph.tensor(read.x), graph.tensor(read.weight)
+        self.x, weight = graph.tensor(read.x), graph.tensor(read.weight)
+        self.weight = TensorSpec(weight.shape, WIDE, weight.stride)
         self.made, self.out = graph.tensor(value), graph.tensor(result)
         self.narrow = self.made.dtype
         self.dtype = WIDE if self.narrow == WIDE else "float32"
         self.count = math.prod(self.made.shape[d] for d in what.dims)
         self.ops: list[Op] = []
         self.emit: Emit = emitter(self.ops)
+        self.wide, self.shift = wide_parameters(graph, value, read, chain, self.emit)
+        if self.wide == Ref(read.weight):
+            self.wide = self.emit("_to_copy.default", (self.wide,), self.weight, dtype=FLOAT64)
+        self.channels = channels_of(graph, value, read)
 
     def linear(self) -> list[Op]:
         """Numbers of `x` times one row, added up; or, where columns stay, sums of rows times the weight."""
@@ -99,26 +112,21 @@ class _Writer:
         if last not in self.what.dims:
             sums = self._reduced(Ref(self.read.x), self.x.shape, "mean.dim" if self.what.mean else "sum.dim_IntList")
             times = 1 if self.what.mean else self.count
-            wide, spec = self._wide(Ref(self.read.weight), self.weight), dense(self.weight.shape, WIDE)
-            wide = self._nan_where_infinite(wide, wide, spec)
-            weight = self._cast(wide, spec)
-            bias = () if self.read.bias is None else (self._bias(times),)
+            weight = self._cast(self._nan_where_infinite(self.wide, self.weight), self.weight)
+            bias = () if self.shift is None else (self._bias(self.shift, times),)
             made = self.emit("linear.default", (sums, weight, *bias), replace(self.out, dtype=self.dtype))
             return self._finished(made)
         rows, inner = self.count // self.made.shape[last], (self.x.shape[last],)
-        wide = self._wide(Ref(self.read.weight), self.weight)
-        row = self.emit("sum.dim_IntList", (wide, (0,)), dense(inner, WIDE))
+        row = self.emit("sum.dim_IntList", (self.wide, (0,)), dense(inner, WIDE))
         if self.what.mean:
             row = self.emit("div.Scalar", (row, float(self.count)), dense(inner, WIDE))
         row = self._cast(row, dense(inner, WIDE))
-        x, spec = self._cast(Ref(self.read.x), self.x), dense(self.x.shape, self.dtype)
-        terms = self.emit("mul.Tensor", (x, row), spec)
-        terms = self._nan_where_infinite(x, terms, spec)
+        x = self._nan_where_infinite(Ref(self.read.x), self.x)
+        terms = self.emit("mul.Tensor", (x, row), dense(self.x.shape, self.dtype))
         sums = self._reduced(terms, self.x.shape, "sum.dim_IntList")
-        if self.read.bias is not None:
+        if self.shift is not None:
             one = dense((1,) if self.out.shape else (), WIDE)
-            shift = self._wide(Ref(self.read.bias), dense(self.made.shape[last:], self.narrow))
-            shift = self.emit("sum.dim_IntList", (shift, (0,), bool(one.shape)), one)
+            shift = self.emit("sum.dim_IntList", (self.shift, (0,), bool(one.shape)), one)
             factor = 1 / self.made.shape[last] if self.what.mean else float(rows)
             shift = self._cast(self.emit("mul.Scalar", (shift, factor), one), one)
             sums = self.emit("add.Tensor", (sums, shift), replace(self.out, dtype=self.dtype))
@@ -146,7 +154,7 @@ class _Writer:
         shape = (shape[0], shape[1] * taps, *shape[2:])
         if taps > 1:
             x = self.emit("reshape.default", (x, shape), dense(shape, self.dtype))
-        bias = None if read.bias is None else self._bias(1 if self.what.mean else self.count)
+        bias = None if self.shift is None else self._bias(self.shift, 1 if self.what.mean else self.count)
         if len(spatial) == read.rank and read.groups == 1:
             return self._finished(self._product(x, bias, shape[:2]))
         return self._finished(self._convolution(x, bias, spatial))
@@ -163,7 +171,7 @@ class _Writer:
 
     def _weight(self, taps: tuple[int, ...], shape: tuple[int, ...], first: str = "") -> Ref:
         """The weight as `shape`, with dimensions `taps` moved behind the input's channels; over the count of a mean."""
-        weight, spec = self._wide(Ref(self.read.weight), self.weight), dense(self.weight.shape, WIDE)
+        weight, spec = self.wide, self.weight
         rest = [d for d in range(2, len(spec.shape)) if d not in taps]
         order = [0, *taps, 1, *rest] if self.read.transposed else [0, 1, *taps, *rest]
         if first == "out" and self.read.transposed:
@@ -223,20 +231,16 @@ class _Writer:
         left = ones if what.keeps else tuple(n for d, n in enumerate(shape) if d not in what.dims)
         return self.emit(name, (value, what.dims, what.keeps), dense(left, self.dtype), **self._in_dtype())
 
-    def _nan_where_infinite(self, what: Ref, value: Ref, spec: TensorSpec) -> Ref:
-        finite = self.emit("isfinite.default", (what,), replace(spec, dtype="bool"))
+    def _nan_where_infinite(self, value: Ref, spec: TensorSpec) -> Ref:
+        finite = self.emit("isfinite.default", (value,), replace(spec, dtype="bool"))
         return self.emit("where.ScalarOther", (finite, value, math.nan), spec)
 
     def _in_dtype(self) -> dict[str, Any]:
         return {} if self.dtype == self.narrow else {"dtype": Const("dtype", self.dtype)}
 
-    def _bias(self, factor: float) -> Ref:
-        row = dense((self.made.shape[-1 if not self.read.stride else 1],), WIDE)
-        wide = self._wide(Ref(self.read.bias), replace(row, dtype=self.narrow))  # type: ignore[arg-type]
-        return self._cast(wide if factor == 1 else self.emit("mul.Scalar", (wide, float(factor)), row), row)
-
-    def _wide(self, value: Ref, spec: TensorSpec) -> Ref:
-        return self.emit("_to_copy.default", (value,), dense(spec.shape, WIDE), dtype=FLOAT64)
+    def _bias(self, shift: Ref, factor: float) -> Ref:
+        row = dense((self.channels,), WIDE)
+        return self._cast(shift if factor == 1 else self.emit("mul.Scalar", (shift, float(factor)), row), row)
 
     def _cast(self, value: Ref, spec: TensorSpec) -> Ref:
         """In the dtype that is computed in."""
