@@ -20,6 +20,7 @@ from typing import Any
 from fusescout import rivals
 from fusescout.candidates import Candidate
 from fusescout.candidates import rank
+from fusescout.capture import Capture
 from fusescout.capture import capture
 from fusescout.ceilings import ceilings
 from fusescout.config import Config
@@ -34,14 +35,17 @@ from fusescout.endtoend import OnEvent
 from fusescout.endtoend import compare
 from fusescout.endtoend import compositions
 from fusescout.environment import describe
+from fusescout.errors import in_a_line
 from fusescout.graph import OpGraph
 from fusescout.ir import Subgraph
 from fusescout.layout import choose
 from fusescout.numerics import tf32
+from fusescout.once import Once
 from fusescout.plan import Entry
 from fusescout.plan import Plan
 from fusescout.precompute import describe as describe_once
 from fusescout.precompute import precompute
+from fusescout.probe import describe_device
 from fusescout.profiling import profile
 from fusescout.races import race_all
 from fusescout.recall import Recall
@@ -130,7 +134,7 @@ def _run(
             spare.settle()  # what is measured next must have the cores to itself
     on_event("device", 0, 0, "measuring its ceilings")
     with clock.stage("device"):
-        device = ceilings(kind, (workload.dtype,), config.cache_dir)
+        device, probed = _ceilings(kind, workload.dtype, config)
     on_event("profile", 0, 0, f"{len(captured.graphs)} graphs")
     with clock.stage("profile"):
         trace = folder / "trace.json.gz" if folder else None
@@ -139,7 +143,7 @@ def _run(
     on_event("layout", 0, 0, "comparing memory formats")
     with clock.stage("layout"):
         step_us = max(measured.busy_us, measured.kernel_us)
-        captured, once = precompute(captured)
+        captured, once, stopped = _precomputed(captured)
         layout = choose(workload, captured, measured.time_us, step_us)
         captured = layout.capture
     graphs = [g.graph for g in captured.graphs]
@@ -170,7 +174,7 @@ def _run(
         )
     recall.keep((c.key for c in ranking.candidates), ranking.left)
     with clock.stage("device"):
-        ceilings(kind, (workload.dtype,), config.cache_dir)  # for the next analysis
+        _ceilings(kind, workload.dtype, config)  # for the next analysis
     decisions = {
         c.id: decide(c, races[c.id].contenders, races[c.id].samples, config.threshold) for c in ranking.candidates
     }
@@ -206,9 +210,25 @@ def _run(
         stages_s=clock.seconds,
         cache_hits=sum(r.cached for r in races.values()),
         cache_misses=sum(not r.cached for r in races.values()),
-        warnings=[*captured.warnings, *measured.warnings],
+        warnings=[w for w in (*captured.warnings, *measured.warnings, probed, stopped, *layout.warnings) if w],
     )
     return Outcome(session, plan)
+
+
+def _ceilings(kind: str, dtype: str, config: Config) -> tuple[Device, str]:
+    """The device with its ceilings; without them, and why, where they can't be measured."""
+    try:
+        return ceilings(kind, (dtype,), config.cache_dir), ""
+    except Exception as error:  # isolation boundary: without ceilings a chain's bound is 0, and more chains are raced
+        return describe_device(kind), f"The device's ceilings could not be measured: {in_a_line(error)}."
+
+
+def _precomputed(captured: Capture) -> tuple[Capture, tuple[Once, ...], str]:
+    """The capture with what no input decides computed once; as it was, and why, where that fails."""
+    try:
+        return *precompute(captured), ""
+    except Exception as error:  # isolation boundary: the model is analysed with these operators in it
+        return captured, (), f"What no input decides could not be computed once: {in_a_line(error)}."
 
 
 def _refusal(device: Device, config: Config) -> Any:
@@ -219,7 +239,10 @@ def _refusal(device: Device, config: Config) -> Any:
         """Inductor alone makes no candidate: it is a way to run the whole model, and is measured as that."""
         reasons = []
         for name, contender in contenders.items():
-            found = contender if isinstance(contender, str) else contender.variants(subgraph, device, config.effort)
+            try:
+                found = contender if isinstance(contender, str) else contender.variants(subgraph, device, config.effort)
+            except Exception as error:  # isolation boundary: what fails here would fail in the race too
+                found = f"it failed with {in_a_line(error)}."
             if not isinstance(found, str):
                 return None
             reasons.append(f"{name}: {found}")

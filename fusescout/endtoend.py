@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from fusescout import rivals
+from fusescout.conclusion import NOTHING_REPLACED
+from fusescout.conclusion import conclude
+from fusescout.conclusion import fastest_patched
 from fusescout.config import Config
 from fusescout.errors import CompositionUnavailable
 from fusescout.modelcheck import ModelJudge
@@ -23,10 +28,9 @@ from fusescout.plan import Composition
 from fusescout.plan import Plan
 from fusescout.rivals import Rivals
 from fusescout.session import EndToEnd
-from fusescout.session import Interval
+from fusescout.session import ErrorStats
 from fusescout.session import Rival
-from fusescout.stats import median_interval
-from fusescout.stats import ratio
+from fusescout.ways import EAGER
 from fusescout.ways import Way
 from fusescout.ways import compiling
 from fusescout.ways import failure
@@ -41,9 +45,6 @@ SAMPLE_S = 0.02
 """One sample lasts at least this long: clock and launch jitter stay below 1 % of it."""
 ENOUGH_ROUNDS, BUDGET_S = 6, 5.5
 """After so many rounds and seconds the measurement ends: a slow model's rounds scatter less than a fast one's."""
-NOTHING_REPLACED = "No planned chain was replaced"
-DISTURBED = 0.1
-"""Eager's time over its own, measured again in the same rounds, from which the verdict says so."""
 COPIED_BYTES_PER_S, COPIED_SHARE = 1e12, 0.01
 """A CUDA graph copies the inputs of each call. Up to this share of a step, at this rate, that decides nothing."""
 REPLAYED = "Not built: with CUDA graphs the same code is replayed without its launches"
@@ -81,8 +82,9 @@ def compare(
         for composition in compositions(config, workload):
             bench.add_patched(plan if composition == "eager" or compiled is None else compiled, composition)
         with untouched(workload):
-            samples = measure(bench.ways, config.rounds, workload.device, on_event, budget_s)
-        return _conclude(plan, bench.ways, bench.failed, samples, bench.judge, bench.dropped, config)
+            samples = measure(bench.ways, config.rounds, workload.device, on_event, budget_s, bench.lose)
+        checked = bench.check_fastest(samples)
+        return conclude(plan, bench.ways, bench.failed, samples, bench.dropped, config, checked)
 
 
 class _Bench:
@@ -94,8 +96,8 @@ class _Bench:
         step = stepper(workload)
         with untouched(workload):
             peak_bytes = most_bytes(step, workload.device)
-        eager = Way("eager", workload.model, step, 0.0, peak_bytes=peak_bytes)
-        self.ways = [eager, replace(eager, name="eager again")]
+        eager = Way("", workload.model, step, 0.0, peak_bytes=peak_bytes)
+        self.ways = [replace(eager, name=name) for name in EAGER]
         self.failed: list[Rival] = []
         self.dropped: list[str] = []
 
@@ -108,13 +110,17 @@ class _Bench:
             except Exception as error:  # isolation boundary: a rival that can't run is a fact to report
                 self.failed.append(Rival(name=way.name, reason=failure(way.name, self.workload, error)))
                 continue
-            self.ways.append(replace(way, note=f"By the rule for patched models it is off: {off}" if off else ""))
+            say = "Not checked" if self.judge.unknown else "By the rule for patched models it is off"
+            self.ways.append(replace(way, note=f"{say}: {off}" if off else ""))
 
     def add_patched(self, plan: Plan, composition: Composition) -> None:
         """The patched model; entries that make it wrong are dropped first."""
         plan = plan.composed(composition).without(set(self.dropped))
         name = f"patched, rest {composition}"
-        if composition == "inductor" and not plan.is_empty and any(map(self._replays, self.ways)):
+        if self.judge.unknown and not plan.is_empty:
+            self.failed.append(Rival(name=name, reason=self.judge.unknown))
+            return
+        if composition == "inductor" and not plan.is_empty and any(map(self._replays, [*self.ways])):
             self.failed.append(Rival(name=name, reason=REPLAYED))
             return
         while not plan.is_empty:
@@ -138,9 +144,35 @@ class _Bench:
         if way.backend is None or way.composition != "cudagraph" or way.backend.counters.fallbacks:
             return False
         nbytes = sum(t.nbytes for t in tensors((self.workload.args, self.workload.kwargs)))
-        with untouched(self.workload):
-            step_s = seconds(way.step, self.workload.device, 3)
-        return nbytes / COPIED_BYTES_PER_S <= COPIED_SHARE * step_s
+        step_s = self._seconds(way)
+        return step_s is not None and nbytes / COPIED_BYTES_PER_S <= COPIED_SHARE * step_s
+
+    def _seconds(self, way: Way) -> float | None:
+        """Of a step, roughly; a way that fails now is lost."""
+        try:
+            with untouched(self.workload):
+                return seconds(way.step, self.workload.device, 3)
+        except Exception as error:  # isolation boundary: it ran before, and others go on
+            self.lose(way, error)
+            return None
+
+    def lose(self, way: Way, error: Exception) -> None:
+        """Take out a way that ran before and now fails. Only eager's own failure ends the comparison."""
+        if way.name in EAGER:
+            raise error
+        self.ways.remove(way)
+        self.failed.append(
+            Rival(name=way.name, compile_s=way.compile_s, reason=failure(way.name, self.workload, error))
+        )
+
+    def check_fastest(self, samples: Mapping[str, Sequence[float]]) -> ErrorStats | str:
+        """Check the fastest patched way once more; one that fails is lost, and the next one's turn comes."""
+        while (best := fastest_patched(self.ways, samples)) is not None:
+            try:
+                return self.judge.check(best.model)
+            except Exception as error:  # isolation boundary: it ran before, and others go on
+                self.lose(best, error)
+        return ""
 
     def _try(self, plan: Plan) -> Way | str:
         """The patched model ready to be timed, or what is wrong with it."""
@@ -205,133 +237,37 @@ def _graphs_skipped() -> int:
 
 
 def measure(
-    ways: list[Way], rounds: int, device: str, on_event: OnEvent, budget_s: float = BUDGET_S
+    ways: Sequence[Way],
+    rounds: int,
+    device: str,
+    on_event: OnEvent,
+    budget_s: float = BUDGET_S,
+    lose: Callable[[Way, Exception], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Interleaved samples of every way, in µs a call: each round runs all of them, every second round backwards."""
+    """Interleaved samples of every way, in µs a call: each round runs all of them, every second round backwards.
+
+    A way that raises is left out, with its samples: `lose` hears of it, and raises the error where it was eager's.
+    """
     repeats: dict[str, int] = {}
+    ways = [*ways]
     samples: dict[str, list[float]] = {way.name: [] for way in ways}
     begin = time.perf_counter()
     for number in range(rounds):
         if number >= ENOUGH_ROUNDS and time.perf_counter() - begin > budget_s:
             break
         on_event("end to end", number, rounds, "measuring")
-        for way in ways if number % 2 == 0 else reversed(ways):
-            first_s = seconds(way.step, device)
-            count = repeats.setdefault(way.name, max(1, round(SAMPLE_S / max(first_s, 1e-6))))
-            # The way before it left other data in the caches: in a call of 20 ms that is not noticed, so it counts.
-            sample_s = first_s if count == 1 else seconds(way.step, device, count)
+        for way in [*ways] if number % 2 == 0 else [*reversed(ways)]:
+            try:
+                first_s = seconds(way.step, device)
+                count = repeats.setdefault(way.name, max(1, round(SAMPLE_S / max(first_s, 1e-6))))
+                # The way before it left other data in the caches: in a call of 20 ms that is not noticed, so it counts.
+                sample_s = first_s if count == 1 else seconds(way.step, device, count)
+            except Exception as error:  # isolation boundary: it ran before, and others go on
+                if lose is None:
+                    raise
+                lose(way, error)
+                ways.remove(way)
+                del samples[way.name]
+                continue
             samples[way.name].append(sample_s * 1e6)
     return samples
-
-
-def _conclude(
-    plan: Plan,
-    ways: list[Way],
-    failed: list[Rival],
-    samples: dict[str, list[float]],
-    judge: ModelJudge,
-    dropped: list[str],
-    config: Config,
-) -> tuple[EndToEnd, Plan]:
-    eager = samples["eager"]
-    noise = ratio(eager, samples["eager again"])
-    patched = [w for w in ways if w.backend is not None]
-    rivals = [
-        Rival(
-            name=w.name,
-            time=median_interval(samples[w.name]),
-            compile_s=w.compile_s,
-            reason=w.note,
-            peak_bytes=w.peak_bytes,
-        )
-        for w in ways
-        if w.name not in ("eager", "eager again")
-    ] + failed
-    baseline = median_interval(eager)
-    if not patched:
-        tried = [r.reason for r in failed if r.name.startswith("patched")]
-        why = (
-            "No chain was accepted"
-            if plan.is_empty and not dropped
-            else "No chain of the plan is in this model"
-            if tried and all(reason.startswith(NOTHING_REPLACED) for reason in tried)
-            else "No patched form of the model passed its check"
-        )
-        verdict = f"Keep the framework code. {why}; eager takes {_ms(baseline)}."
-        unpatched = EndToEnd(
-            baseline=baseline, baseline_peak_bytes=ways[0].peak_bytes, noise=noise, rivals=rivals, dropped=dropped,
-            verdict=verdict,
-        )  # fmt: skip
-        return unpatched, plan.emptied()
-    best = min(patched, key=lambda w: median_interval(samples[w.name]).mid)
-    speedup = ratio(eager, samples[best.name])
-    others = [w for w in ways if w.backend is None and w.name != "eager again"]
-    rival = min(others, key=lambda w: median_interval(samples[w.name]).mid)
-    over_rival = ratio(samples[rival.name], samples[best.name])
-    checked = judge.check(best.model)
-    error = None if isinstance(checked, str) else checked
-    assert best.backend is not None
-    assert best.composition is not None
-    gains = speedup.low > 1.0 and speedup.mid >= config.min_gain
-    accepted = error is not None and gains and over_rival.high >= 1.0
-    counters = best.backend.counters
-    exact = "" if error is None or error.against == "eager" else f", no more exact than {error.against}"
-    sites = f"{counters.described}, the rest run by {best.composition}{exact}"
-    if isinstance(checked, str):
-        verdict = f"Keep the framework code: the patched model is wrong in the end ({checked})."
-    elif not gains:
-        verdict = (
-            f"Keep the framework code: patched ({sites}), the model is {_times(speedup)} as fast as eager,"
-            f" and {_asked(speedup, config.min_gain)}."
-        )
-    elif rival.name == "eager":
-        verdict = f"Patch it: {sites}: {_times(speedup)} as fast as eager, which is the best other way."
-    elif over_rival.low > 1.0:
-        verdict = (
-            f"Patch it: {sites}: {_times(speedup)} as fast as eager and {_times(over_rival)} as fast as {rival.name},"
-            " the best other way."
-        )
-    elif accepted:
-        verdict = (
-            f"Patched ({sites}), the model is {_times(speedup)} as fast as eager, but that is no difference to"
-            f" {rival.name} ({_times(over_rival)}): the framework's way is the simpler one."
-        )
-    else:
-        verdict = (
-            f"Keep the framework code: {rival.name} is faster than the patched model"
-            f" ({_times(over_rival)}), which is {_times(speedup)} as fast as eager."
-        )
-    if max(abs(noise.low - 1.0), abs(noise.high - 1.0)) > DISTURBED:
-        verdict += f" The machine was disturbed: eager against itself gave {_times(noise)}."
-    result = EndToEnd(
-        baseline=baseline,
-        patched=median_interval(samples[best.name]),
-        speedup=speedup,
-        noise=noise,
-        verified=error is not None,
-        error=error,
-        composition=best.composition,
-        memory_format=best.backend.plan.memory_format if accepted else "preserved",
-        sites_patched=best.backend.counters.sites if accepted else 0,
-        dropped=dropped,
-        rivals=rivals,
-        baseline_peak_bytes=ways[0].peak_bytes,
-        rival=rival.name,
-        speedup_over_rival=over_rival,
-        verdict=verdict,
-    )
-    final = best.backend.plan if accepted else plan.emptied()
-    return result, final
-
-
-def _asked(speedup: Interval, min_gain: float) -> str:
-    uncertain = speedup.mid >= min_gain and speedup.mid > 1.0
-    return "that is not certain to be faster" if uncertain else f"{max(min_gain, 1.0):.2f} is asked for"
-
-
-def _times(speedup: Interval) -> str:
-    return f"{speedup.mid:.2f} times [{speedup.low:.2f}, {speedup.high:.2f}]"
-
-
-def _ms(interval: Interval) -> str:
-    return f"{interval.mid / 1e3:.3g} ms [{interval.low / 1e3:.3g}, {interval.high / 1e3:.3g}]"

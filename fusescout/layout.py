@@ -22,6 +22,7 @@ from fusescout.capture.capture import CapturedGraph
 from fusescout.capture.encode import encode_graph
 from fusescout.capture.encode import target_name
 from fusescout.convolution import BIAS
+from fusescout.errors import in_a_line
 from fusescout.flops import op_class
 from fusescout.hoisting import hoist
 from fusescout.ir import Graph
@@ -40,11 +41,15 @@ ROUNDS, BUDGET_S = 15, 4.0
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What was chosen. `capture` holds the graphs in that format; `note` says why, empty if nothing was tried."""
+    """What was chosen. `capture` holds the graphs in that format; `note` says why, empty if nothing was tried.
+
+    `warnings` has a sentence for each format that could not be tried.
+    """
 
     memory_format: MemoryFormat
     capture: Capture
     note: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,22 +98,26 @@ def choose(workload: Workload, capture: Capture, node_time_us: Callable[[int, st
         node_time_us: time of one node in one step, in µs.
         step_us: busy time of one step, in µs.
     """
-    best, notes, fastest = Layout("preserved", capture), [], 1.0
+    best, notes, warnings, fastest = Layout("preserved", capture), [], [], 1.0
     if workload.mode != "inference" or not step_us:
         return best
     for format_, way in WAYS.items():
         share = sum(node_time_us(g.index, n) for g in capture.graphs for n in way.matters(g)) / step_us
         if share < way.worth:
             continue
-        relaid, reason = _relaid(capture, way.rewrite)
-        speedup = None
-        if relaid is not None:
-            pairs = zip(relaid.graphs, capture.graphs, strict=True)
-            speedup = _compare(workload, capture.graphs, [without_copies_back(*pair) for pair in pairs])
+        try:
+            relaid, reason = _relaid(capture, way.rewrite)
+            speedup = None
+            if relaid is not None:
+                pairs = zip(relaid.graphs, capture.graphs, strict=True)
+                speedup = _compare(workload, capture.graphs, [without_copies_back(*pair) for pair in pairs])
+        except Exception as error:  # isolation boundary: the model is analysed in the layout it has
+            warnings.append(f"The layout {way.name} could not be tried: {in_a_line(error)}.")
+            continue
         notes.append(f"{way.subject} {share:.0%} of the step; {_finding(way.name, reason, speedup)}.")
         if relaid is not None and speedup is not None and speedup.low > 1.0 and speedup.mid > fastest:
             best, fastest = Layout(format_, relaid), speedup.mid
-    return replace(best, note=" ".join(notes))
+    return replace(best, note=" ".join(notes), warnings=tuple(warnings))
 
 
 def _relaid(capture: Capture, rewrite: Callable[[fx.GraphModule], str]) -> tuple[Capture | None, str]:

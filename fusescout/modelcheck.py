@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fusescout.capture.protect import protected
+from fusescout.errors import in_a_line
 from fusescout.nest import convert
 from fusescout.nest import tensors
 from fusescout.session import ErrorStats
@@ -37,19 +38,23 @@ class ModelJudge:
     """Knows the truth of the workload's own inputs and what eager makes of them.
 
     Attributes:
-        truth_dtype: "float64"; "float32" where memory or the model forbids it (then said so in the report).
+        truth_dtype: "float64"; "float32" where memory or the model forbids it (then said so in the report); "" where
+            they forbid both.
+        unknown: why there is no truth, so that nothing can be checked; empty if there is one.
     """
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.eager = collect(workload)
-        self.truth_dtype, self.truth = _truth(workload)
+        self.truth_dtype, self.truth, self.unknown = _truth(workload)
         self.opinions: dict[str, list[Tensor]] = {}
         """Outputs of the framework's ways that fail eager's rule but are sane."""
 
     def hear(self, name: str, model: Any) -> str:
         """Check one of the framework's own ways; says how it fails eager's rule, empty if it does not."""
         outputs = collect(replace(self.workload, model=model))
+        if self.unknown:
+            return self.unknown
         verdict = check_model_outputs(outputs, self.eager, self.truth)
         if not isinstance(verdict, str):
             return ""
@@ -59,6 +64,8 @@ class ModelJudge:
 
     def check(self, model: Any) -> ErrorStats | str:
         """Error statistics of another callable for the same model, or the sentence that says what is wrong."""
+        if self.unknown:
+            return self.unknown
         outputs = collect(replace(self.workload, model=model))
         verdict = check_model_outputs(outputs, self.eager, self.truth)
         for name, opinion in self.opinions.items():
@@ -87,8 +94,8 @@ def collect(workload: Workload) -> list[Tensor]:
     return found
 
 
-def _truth(workload: Workload) -> tuple[str, list[Tensor]]:
-    """The same step in the highest precision that can be had."""
+def _truth(workload: Workload) -> tuple[str, list[Tensor], str]:
+    """The same step in the highest precision that can be had, or why there is none."""
     reasons = []
     for name in ("float64", "float32"):
         dtype = getattr(torch, name)
@@ -98,11 +105,8 @@ def _truth(workload: Workload) -> tuple[str, list[Tensor]]:
             memo: dict[int, tuple[Any, Any]] = {}
             args = convert(workload.args, None, dtype, memo)
             kwargs = convert(workload.kwargs, None, dtype, memo)
-            return name, collect(replace(workload, model=model, args=args, kwargs=kwargs, dtype=name))
+            return name, collect(replace(workload, model=model, args=args, kwargs=kwargs, dtype=name)), ""
         except Exception as error:  # isolation boundary: a model may not run in float64 at all, or not fit
-            reasons.append(f"{name}: {'out of memory' if out_of_memory(error) else str(error).splitlines()[0][:120]}")
-    raise TruthUnavailable("; ".join(reasons))
-
-
-class TruthUnavailable(Exception):
-    """The model runs neither in float64 nor in float32."""
+            why = "out of memory" if out_of_memory(error) else in_a_line(error, 120)
+            reasons.append(f"{name}: {why}")
+    return "", [], f"the model can't be run with more precision to check it by ({'; '.join(reasons)})"

@@ -15,17 +15,21 @@ from fusescout.candidates import Candidate
 from fusescout.capture import Capture
 from fusescout.capture import activations
 from fusescout.config import Config
+from fusescout.contenders import NAMES
 from fusescout.decide import decide
 from fusescout.decide import implausible
 from fusescout.decide import select
 from fusescout.device import Device
 from fusescout.endtoend import OnEvent
 from fusescout.errors import NO_SPACE
+from fusescout.errors import CacheUnwritable
 from fusescout.errors import DiskFull
+from fusescout.errors import in_a_line
 from fusescout.inputs import save
 from fusescout.prefetch import chains_ahead
 from fusescout.prefetch import compiling_ahead
 from fusescout.prefetch import importing_ahead
+from fusescout.session import ContenderResult
 from fusescout.tune import RaceResult
 from fusescout.tune import forget_race
 from fusescout.tune import race
@@ -76,21 +80,31 @@ def race_all(
             raced = settled.get(candidate.id)
             if raced is None:
                 inputs = Path(scratch) / f"{candidate.id}.pt"
-                _save_inputs(candidate, captured, inputs)
-                raced = race(
-                    candidate.subgraph,
-                    inputs,
-                    device,
-                    config.model_copy(update={"jobs": 1}),  # the kernels are being compiled already
-                    spare=spare,
-                    on_event=lambda _s, _d, _t, text, n=number: on_event("race", n, len(candidates), text),  # type: ignore[misc]
-                )
-                inputs.unlink()
+                try:
+                    _save_inputs(candidate, captured, inputs)
+                    raced = race(
+                        candidate.subgraph,
+                        inputs,
+                        device,
+                        config.model_copy(update={"jobs": 1}),  # the kernels are being compiled already
+                        spare=spare,
+                        on_event=lambda _s, _d, _t, text, n=number: on_event("race", n, len(candidates), text),  # type: ignore[misc]
+                    )
+                except (CacheUnwritable, DiskFull):
+                    raise
+                except Exception as error:  # isolation boundary: this chain stays as it is, others are raced
+                    raced = _not_raced(in_a_line(error))
+                inputs.unlink(missing_ok=True)
                 _forgotten(candidate, raced, device, config)
                 if full := _no_space(raced):
                     raise full
             races[candidate.id] = _keep(raced, folder / "kernels" / candidate.id) if folder else raced
     return races
+
+
+def _not_raced(reason: str) -> RaceResult:
+    """The race of a chain that could not be run."""
+    return RaceResult(tuple(ContenderResult(name=n, status="failed", reason=reason) for n in NAMES))
 
 
 def _known(candidate: Candidate, device: Device, config: Config) -> RaceResult | None:

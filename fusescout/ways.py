@@ -20,10 +20,14 @@ from fusescout.capture.protect import protected
 from fusescout.errors import NO_SPACE
 from fusescout.errors import DiskFull
 from fusescout.errors import in_a_line
+from fusescout.graphtrees import mend
 from fusescout.patching import Backend
 from fusescout.plan import Composition
 from fusescout.rng import leave_capture
 from fusescout.workload import Workload
+
+EAGER = ("eager", "eager again")
+"""Names of the model as its author wrote it, which is measured twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,8 @@ def synchronize(device: str) -> None:
 
 
 def failure(name: str, workload: Workload, error: Exception) -> str:
-    """Why a way can't run; a full disk says nothing about it."""
+    """Why a way can't run, with CUDA left as other ways need it; a full disk says nothing about it."""
+    mend(workload.device)
     leave_capture(workload.device)
     if NO_SPACE in str(error):
         raise DiskFull(name, str(error)) from error

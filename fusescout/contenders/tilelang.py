@@ -28,6 +28,7 @@ from fusescout.contenders.summed_rows import as_rows
 from fusescout.convolution import CONVOLUTIONS
 from fusescout.device import Device
 from fusescout.errors import ContenderFailed
+from fusescout.errors import in_a_line
 from fusescout.flops import op_class
 from fusescout.ir import Subgraph
 from fusescout.regions import GEMMS
@@ -72,9 +73,14 @@ class TileLang:
         beside: list[str] = []
         searches: list[list[Mapping[str, Any]]] = []
         for name, template in self.registry.templates.items():
-            reason = template.supports(graph, device)
+            found: list[Mapping[str, Any]] = []
+            try:
+                reason = template.supports(graph, device)
+                if reason is None:
+                    found = [{"template": name, **c} for c in template.configs(graph, device)]
+            except Exception as error:  # isolation boundary: templates are anyone's code
+                reason = f"it failed with {in_a_line(error)}"
             if reason is None:
-                found: list[Mapping[str, Any]] = [{"template": name, **c} for c in template.configs(graph, device)]
                 if product:  # it has a way of its own to prepare constants
                     found = [variant for variant in found if self._split(graph, variant) is None]
                 searches.append(found[: EFFORT.get(effort)])
