@@ -3,7 +3,8 @@
 Position embeddings, rotary tables, relative-position biases, masks made of `arange`, weights that autocast casts,
 parametrised weights: `settled` nodes, made of parameters, buffers and literals. Their last values become inputs at
 fixed addresses, made before the first call and anew when a source changes (`hoisting.py`). Casts and copies of one
-value that the model makes several times are made once a call, and what nobody reads not at all.
+value that the model makes several times are made once a call, and what nobody reads not at all; a copy that nothing
+needs is read where it was copied from.
 
 It is a pass over the ATen graph between capture and everything else, as `memory_format.py` is: the analysis finds and
 races regions on the rewritten graph, and the patch back end runs the same pass before it looks for planned regions.
@@ -44,6 +45,7 @@ MARGIN_BYTES = 64 << 20
 larger than its parameters and buffers only by this: a bias that is broadcast to gigabytes is made in every call."""
 REPEATED = frozenset({"to", "_to_copy", "type_as", "contiguous", "clone"})
 """Casts and copies: one of a value serves all its readers. Under autocast each of q, k and v casts the same input."""
+COPIES = frozenset({"clone", "contiguous"})
 FILL_VALUES = {"ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0, "full_like": None, "new_full": None}
 """Fills that take their sizes from a tensor, and with what; None where the last argument says it."""
 SIZED = frozenset({"slice", "narrow", "expand", "broadcast_to", "repeat", "tile"})
@@ -88,6 +90,7 @@ def compute_once(module: fx.GraphModule) -> Once:
     _spell_out_fills(module)
     before = _count(module)
     _merge(module)
+    _read_through_copies(module)
     known = settled(module)
     chosen = _Choice(module, known)
     exposed = [n for n in chosen.kept if memory(n) & chosen.exposed]
@@ -221,6 +224,29 @@ def _merge(module: fx.GraphModule) -> None:
         if first is not node:
             node.replace_all_uses_with(first)
             module.graph.erase_node(node)
+
+
+def _read_through_copies(module: fx.GraphModule) -> None:
+    """Let readers of a copy read what it is a copy of, in place, where nothing writes to either and nobody gets it.
+
+    Models clone what they add again later, in fear of operators that write.
+    """
+    written = written_memory(module)
+    exposed = {m for source in module.graph.output_node().all_input_nodes for m in memory(source)}
+    for node in module.graph.nodes:
+        if op_name(target_name(node)) not in COPIES or not is_pure(node) or records(node):
+            continue
+        source = node.args[0]
+        old, new = source.meta["val"], node.meta["val"]
+        if memory(node) & (exposed | written) or memory(source) & written or old.requires_grad:
+            continue
+        if (old.storage_offset(), old.stride(), old.dtype) == (0, new.stride(), new.dtype):
+            views = [n for n in module.graph.nodes if n is not node and memory(n) & memory(node)]
+            node.replace_all_uses_with(source)
+            with torch.no_grad():
+                for view in views:  # they share another tensor's memory now
+                    args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
+                    view.meta["val"] = view.target(*args, **kwargs)
 
 
 def _key(value: Any) -> Hashable:

@@ -300,6 +300,35 @@ def test_what_nobody_reads_and_repeated_casts_are_left_out() -> None:
     assert [n.is_parameter for n in graph.graph.nodes if n.name.startswith("made")] == [True]
 
 
+def test_a_copy_is_left_out_unless_somebody_writes_or_gets_it() -> None:
+    def written(m: Model, x: Tensor) -> Tensor:
+        kept, y = x.clone(), m.linear(x)
+        y.unbind(1)[0].zero_()
+        kept.select(1, 0).mul_(2)
+        return kept + y
+
+    def wanted(m: Model, x: Tensor) -> tuple[Tensor, ...]:
+        y = m.linear(x)
+        return y.clone(), y.transpose(1, 2).clone(), y[1:].clone().exp()
+
+    cases: list[tuple[Forward, int]] = [
+        (lambda m, x: m.linear((y := x.clone().detach()).view(-1, WIDTH)).view_as(y) + y, 0),
+        (written, 1),
+        (wanted, 3),
+    ]
+    for forward, copies in cases:
+        model = Model(forward).eval()
+        with torch.no_grad():
+            (graph,) = precompute(capture(build(model, (X,))))[0].graphs
+            assert [n.op for n in graph.graph.nodes].count("clone") == copies
+            for _ in range(2):
+                for made, true in zip(tensors(graph.module(*graph.inputs)), tensors(model(X)), strict=True):
+                    assert torch.equal(made, true)
+            with applied(model, X) as handle:
+                check(model, X)
+            assert handle.counters.computed_once == (copies == 0)
+
+
 def test_chains_are_found_where_the_analysis_found_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(lambda m, x: rotary(m, F.gelu(m.normed(x)) * m.frequencies.exp().sum())).eval()
     monkeypatch.setattr(patched_models, "capture", lambda workload: precompute(capture(workload))[0])
