@@ -56,6 +56,9 @@ GIVES_BACK = frozenset(
 CONSTANT_MASKS = "constant_masks"
 """Key of a captured module's `meta`: attention masks that were left out as constant, or made dense."""
 
+SPELLED_OUT = {torch.ops.aten.einsum.default: torch.ops.aten.einsum.default.decompose}
+"""An einsum is what torch itself makes of it: permutations and one batched product after the other, or sums."""
+
 ACTS_ON_AUTOGRAD = frozenset({"register_hook", "retain_grad", "requires_grad_", "backward"})
 """Tensor methods that change no value: a retraced graph would silently lack them."""
 
@@ -151,7 +154,9 @@ class _Plain(fx.Interpreter):
 
 def _retrace(runner: fx.Interpreter, example_inputs: Sequence[Any]) -> fx.GraphModule:
     with _faking(example_inputs) as (mode, inputs), mode, traceback.preserve_node_meta():
-        tracer = make_fx(lambda *args: runner.run(*args), pre_dispatch=True, _error_on_data_dependent_ops=False)
+        tracer = make_fx(
+            lambda *args: runner.run(*args), SPELLED_OUT, pre_dispatch=True, _error_on_data_dependent_ops=False
+        )
         return drop_empty_policies(tracer(*inputs))
 
 

@@ -7,14 +7,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from fusescout.templates.attention_problem import read
 from gradients import gradients
 from gradients import same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fusescout.capture import capture
 from fusescout.capture.aten import to_aten
 from fusescout.capture.recompute import run_eagerly
 from fusescout.errors import NotCapturable
+from fusescout.precompute import precompute
+from fusescout.regions import find_regions
+from fusescout.workload import Workload
 
 
 class Checkpointed(nn.Module):
@@ -142,3 +147,31 @@ def test_dynamic_shapes_are_declined() -> None:
 
     torch.compile(torch.relu, backend=backend, dynamic=True)(torch.randn(3, 3))
     assert reasons
+
+
+class Einsums(nn.Module):
+    """Attention, and a product of its result with two parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = torch.softmax(torch.einsum("bihd,bjhd->bhij", q, k) / 4, -1)
+        seen = torch.einsum("bhij,bjhd->bihd", scores, v)
+        return torch.einsum("bh,hde,bihe->bihd", self.scale, self.weight, seen)
+
+
+def test_an_einsum_is_the_products_that_torch_makes_of_it() -> None:
+    torch._dynamo.reset()
+    model, inputs = Einsums().eval(), tuple(torch.randn(3, 6, 4, 16) for _ in range(3))
+    with torch.no_grad():
+        (graph,) = precompute(capture(Workload(model, inputs)))[0].graphs
+        assert torch.equal(graph.module(*graph.inputs)[0], model(*inputs))
+    operators = [n.op for n in graph.graph.nodes]
+    assert "einsum" not in operators
+    assert operators.count("bmm") == 3, "that of the parameters is made once"
+    found = [graph.graph.subgraph(r.nodes)[0] for r in find_regions(graph.graph) if r.family == "attention"]
+    problem = read(max(found, key=lambda g: len(g.ops)))
+    assert (problem.batch, problem.rows, problem.keys, problem.width) == ((3, 4), 6, 6, 16)
+    assert problem.k.strides == (64, 1), "heads are read where they lie"
