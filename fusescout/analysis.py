@@ -345,7 +345,8 @@ def _settings(config: Config, races: Mapping[str, RaceResult], folder: Path | No
     """What a reader needs to judge the numbers: the configuration and how it was measured."""
     policy = [
         "A chain's contenders run in child processes on the captured activations and on fresh inputs.",
-        "Each is held against the chain in float64: its error may be twice eager's own plus one rounding step.",
+        "Each is held against the chain in float64: its error may be twice eager's own plus one rounding step; where"
+        " it says so, twice that of another evaluation the framework may make.",
         *notes,
         *dict.fromkeys(f"Chains: {r.policy}." for r in races.values() if r.policy),
         "The whole model is timed unprofiled in interleaved rounds, each second one in reverse order;"

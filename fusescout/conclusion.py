@@ -87,7 +87,7 @@ def conclude(
     gains = speedup.low > 1.0 and speedup.mid >= config.min_gain
     accepted = error is not None and gains and over_rival.high >= 1.0
     counters = best.backend.counters
-    exact = "" if error is None or error.against == "eager" else f", no more exact than {error.against}"
+    exact = f", {error.measure}" if error is not None and error.measure else ""
     sites = f"{counters.described}, the rest run by {best.composition}{exact}"
     if isinstance(checked, str):
         verdict = f"Keep the framework code: the patched model is wrong in the end ({checked})."

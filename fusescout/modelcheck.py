@@ -7,22 +7,30 @@ every such sum just below half way and rounds down. In a bfloat16 ResNet of 50 l
 made 1.8 to 2.4 times eager's error; with eps = 0 or with statistics that aren't all 0 and 1 it made none. On a CPU,
 Inductor's plain float32 sum over an image had 8 times the error of eager's pairwise one. So `torch.compile`'s outputs
 are a second opinion: within `SANE` times what eager allows, its error counts as one that the framework itself makes.
+
+Another opinion is the model itself with its float32 convolutions or matrix products in TF32, forwards and backwards,
+where the settings allow it (`admissible`). It needs no bound on its own error, and is run where something fails first.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusescout.admissible import TF32
+from fusescout.admissible import CutToTF32
 from fusescout.capture.protect import protected
 from fusescout.errors import in_a_line
 from fusescout.nest import convert
 from fusescout.nest import tensors
+from fusescout.numerics import tf32_kinds
 from fusescout.session import ErrorStats
+from fusescout.tolerance import Sample
 from fusescout.verify import check_model_outputs
 from fusescout.verify import out_of_memory
 from fusescout.workload import Workload
@@ -49,13 +57,14 @@ class ModelJudge:
         self.truth_dtype, self.truth, self.unknown = _truth(workload)
         self.opinions: dict[str, list[Tensor]] = {}
         """Outputs of the framework's ways that fail eager's rule but are sane."""
+        self._in_tf32: list[Sample] | None = None
 
     def hear(self, name: str, model: Any) -> str:
         """Check one of the framework's own ways; says how it fails eager's rule, empty if it does not."""
         outputs = collect(replace(self.workload, model=model))
         if self.unknown:
             return self.unknown
-        verdict = check_model_outputs(outputs, self.eager, self.truth)
+        verdict = check_model_outputs(outputs, self.eager, self.truth, others=self._others)
         if not isinstance(verdict, str):
             return ""
         if not isinstance(check_model_outputs(outputs, self.eager, self.truth, factor=SANE), str):
@@ -67,7 +76,7 @@ class ModelJudge:
         if self.unknown:
             return self.unknown
         outputs = collect(replace(self.workload, model=model))
-        verdict = check_model_outputs(outputs, self.eager, self.truth)
+        verdict = check_model_outputs(outputs, self.eager, self.truth, others=self._others)
         for name, opinion in self.opinions.items():
             if not isinstance(verdict, str):
                 break
@@ -75,6 +84,24 @@ class ModelJudge:
             if not isinstance(beside, str):
                 verdict = beside.model_copy(update={"against": name})
         return verdict
+
+    def _others(self) -> Iterator[list[Sample]]:
+        """How far from the truth the model itself is where it makes use of all that the settings allow."""
+        if self._in_tf32 is None:
+            self._in_tf32 = self._sample_tf32()
+        if self._in_tf32:
+            yield self._in_tf32
+
+    def _sample_tf32(self) -> list[Sample]:
+        """The error of each output in TF32; none where nothing may be, or the model can't be run so."""
+        if not (kinds := tf32_kinds(self.workload.device)):
+            return []
+        try:
+            with CutToTF32(kinds, self.workload.device) as mode:
+                outputs = collect(self.workload)
+            return [Sample(o, t, TF32) for o, t in zip(outputs, self.truth, strict=True)] if mode.cut else []
+        except Exception:  # isolation boundary: a model that doesn't run so, for want of memory say, is no measure
+            return []
 
 
 def collect(workload: Workload) -> list[Tensor]:

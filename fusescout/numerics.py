@@ -58,6 +58,20 @@ def tf32(allowed: bool) -> Iterator[None]:
             torch.set_float32_matmul_precision(before)
 
 
+def has_tf32(device: str) -> bool:
+    """Whether a device can multiply in TF32: NVIDIA's GPUs from Ampere on."""
+    return device.startswith("cuda") and torch.cuda.is_tf32_supported()
+
+
+def tf32_kinds(device: str) -> frozenset[str]:
+    """Kinds of operator (as `flops.op_class` names them) whose float32 the user's settings let a device cut to TF32."""
+    kinds = set()
+    if has_tf32(device):
+        kinds |= {"conv"} if torch.backends.cudnn.allow_tf32 else set()
+        kinds |= {"gemm", "attention"} if torch.get_float32_matmul_precision() != "highest" else set()
+    return frozenset(kinds)
+
+
 def _backend(path: str) -> Any:
     module: Any = torch.backends
     for part in path.split("."):

@@ -1,6 +1,10 @@
 """Turn a sub-graph back into code: the one definition of what it computes, for eager, for truth and for repro scripts.
 
 `build` executes exactly the text that `to_source` shows, so a script carries the same reference the race was run with.
+
+Of a sub-graph in 16 bits there is a form that rounds less than eager, as fused code does (`UNROUNDED`): contractions
+read and give 16 bits, as the library's kernels do, and everything between them is float32. The bias of a convolution
+is added in float32: cuDNN's kernels leave it to an addition, which rounds once more in eager and not in fused code.
 """
 
 from __future__ import annotations
@@ -15,8 +19,17 @@ from torch import Tensor
 
 from fusescout import ir
 from fusescout.capture.encode import spec_of
+from fusescout.convolution import BIAS
+from fusescout.convolution import CONVOLUTIONS
+from fusescout.flops import op_class
 
-__all__ = ["build", "make_inputs_source", "spec_of", "to_source"]
+__all__ = ["UNROUNDED", "build", "make_inputs_source", "spec_of", "to_source"]
+
+UNROUNDED = "unrounded"
+"""Override that keeps 16-bit values in float32 between contractions."""
+HALVES = frozenset({"float16", "bfloat16"})
+CONTRACTIONS = frozenset({"conv", "gemm", "attention", "rnn"})
+"""Kinds of operator that read and give rounded numbers whatever is around them."""
 
 BIT_CASTS = frozenset({"aten.view.dtype"})
 FLOATS = ir.FLOATS | {"float8_e4m3fn", "float8_e5m2"}
@@ -30,7 +43,8 @@ def build(subgraph: ir.Subgraph, dtype_override: str | None = None) -> Callable[
     Args:
         subgraph: what to compute.
         dtype_override: compute in this floating dtype instead, inputs, casts and constants included: "float64" gives
-            the truth, which no intermediate cast rounds. Integers and booleans stay what they are.
+            the truth, which no intermediate cast rounds. Integers and booleans stay what they are. `UNROUNDED` gives
+            the form in which only contractions and the outputs are rounded to 16 bits.
 
     Returns:
         A function from the inputs in order to the outputs in order. It frees intermediates as eager does.
@@ -68,7 +82,10 @@ def to_source(
                 lines.append(f"    x{k} = x{k}.to(torch.{dtype})  # {spec}")
     for k, op in enumerate(subgraph.ops):
         index = len(subgraph.inputs) + k
-        call = _call(op, _promoted(op, names, subgraph, dtype_override), dtype_override)
+        if dtype_override == UNROUNDED and op_class(op.target) in CONTRACTIONS:
+            call = _rounded(op, names, subgraph)
+        else:
+            call = _call(op, _promoted(op, names, subgraph, dtype_override), dtype_override)
         lines.append(f"    {names[index]} = {call}  # {_describe(op.out)}")
         if dtype_override is not None and (made := _factory_dtype(op, dtype_override)):
             lines.append(f"    {names[index]} = {names[index]}.to(torch.{made})")
@@ -77,7 +94,7 @@ def to_source(
         ]
         if free and dead:
             lines.append(f"    del {', '.join(dead)}")
-    returned = "".join(f"{names[i]}, " for i in subgraph.outputs)
+    returned = "".join(f"{_output(subgraph, i, names[i], dtype_override)}, " for i in subgraph.outputs)
     lines.append(f"    return ({returned.removesuffix(' ')})")
     return "\n".join(lines) + "\n"
 
@@ -126,6 +143,36 @@ def _call(op: ir.Op, names: list[str], override: str | None) -> str:
     return f"torch.ops.{namespace}.{packet}.{overload}({', '.join(args)})"
 
 
+def _rounded(op: ir.Op, names: list[str], subgraph: ir.Subgraph) -> str:
+    """The call of a contraction that reads its operands as captured and whose result is float32 from there on."""
+    read = list(names)
+    for i in op.inputs:
+        if (dtype := _dtype(subgraph, i)) in HALVES:
+            read[i] = f"{names[i]}.to(torch.{dtype})"
+    if not isinstance(op.out, ir.TensorSpec):
+        halves = "(torch.float16, torch.bfloat16)"
+        return f"[v.float() if getattr(v, 'dtype', None) in {halves} else v for v in {_call(op, read, None)}]"
+    if op.out.dtype not in HALVES:
+        return _call(op, read, None)
+    bias = op.kwarg("bias", op.args[BIAS] if len(op.args) > BIAS else None)
+    if op.name not in CONVOLUTIONS or not isinstance(bias, ir.Ref):
+        return f"{_call(op, read, None)}.float()"
+    args = tuple(None if k == BIAS else a for k, a in enumerate(op.args))
+    bare = ir.Op(op.target, args, tuple((k, v) for k, v in op.kwargs if k != "bias"), op.out)
+    rank = len(subgraph.tensor(op.inputs[1]).shape) - 2
+    return f"{_call(bare, read, None)}.float().add_({names[int(bias.to)]}.view(-1{', 1' * rank}))"
+
+
+def _output(subgraph: ir.Subgraph, index: int, name: str, override: str | None) -> str:
+    dtype = _dtype(subgraph, index)
+    return f"{name}.to(torch.{dtype})" if override == UNROUNDED and dtype in HALVES else name
+
+
+def _dtype(subgraph: ir.Subgraph, index: int) -> str | None:
+    spec = subgraph.value(index)
+    return spec.dtype if isinstance(spec, ir.TensorSpec) else None
+
+
 def resolve(target: str) -> Any:
     """The operator overload named `target`.
 
@@ -163,6 +210,8 @@ def _literal(arg: Any, names: list[str], override: str | None) -> str:
 def _override(dtype: str, override: str | None) -> str:
     if override is None:
         return dtype
+    if override == UNROUNDED:
+        return "float32" if dtype in HALVES else dtype
     if dtype in FLOATS:
         return override
     return COMPLEX.get(override, dtype) if dtype.startswith("complex") else dtype
@@ -170,7 +219,7 @@ def _override(dtype: str, override: str | None) -> str:
 
 def _promoted(op: ir.Op, names: list[str], subgraph: ir.Subgraph, override: str | None) -> list[str]:
     """Names of the values as `op` reads them: integers of which it makes floats would be promoted to float32 only."""
-    if override is None or not isinstance(op.out, ir.TensorSpec) or op.out.dtype not in FLOATS:
+    if override in (None, UNROUNDED) or not isinstance(op.out, ir.TensorSpec) or op.out.dtype not in FLOATS:
         return names
     integers = [i for i in op.inputs if _is_tensor(subgraph, i) and subgraph.tensor(i).dtype in INTEGERS]
     if len(integers) < len(op.inputs):  # another operand, such as an embedding's table, decides

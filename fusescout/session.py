@@ -130,6 +130,13 @@ class ProfileInfo(Record):
     trace: str | None = None
 
 
+_MEASURES = {
+    "TF32": "TF32, which torch.backends.cudnn.allow_tf32 or float32_matmul_precision permits",
+    "unrounded": "eager's products and convolutions with nothing between them rounded to 16 bits",
+}
+"""The evaluations of `admissible` in words; other names are of ways to run a whole model."""
+
+
 class ErrorStats(Record):
     """Worst error over all checked inputs, against the float64 truth, of this contender and of eager."""
 
@@ -140,7 +147,13 @@ class ErrorStats(Record):
     cases: int
     deterministic: bool = True
     against: str = "eager"
-    """Whose error is the measure; another of the framework's ways only for a whole model."""
+    """Whose error is the measure: eager's, unless another evaluation that the framework may make errs as much."""
+
+    @property
+    def measure(self) -> str:
+        """The measure in words, to go on a sentence with; empty where it is eager's error."""
+        names = self.against.split(" and ")
+        return "" if names == ["eager"] else f"no more exact than {' and '.join(_MEASURES.get(n, n) for n in names)}"
 
 
 class ContenderResult(Record):

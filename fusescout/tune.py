@@ -50,7 +50,10 @@ OnEvent = Callable[[str, int, int, str], None]
 _HERE = Path(__file__).parent
 YARDSTICKS = ("bare",)
 """Timed with the others, checked by nobody and never a winner: they compute only a part of the chain."""
-_SOURCES = ("heats", "inputs", "measure", "reference", "tolerance", "tune", "verify", "worker")
+_SOURCES = (
+    "admissible", "heats", "inputs", "measure", "memory", "numerics", "reference", "tolerance", "tune", "verify",
+    "worker",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

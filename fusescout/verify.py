@@ -5,34 +5,41 @@ scaled by 1e-3 and by 1e3, NaN and both infinities placed in each floating input
 outputs must have eager's number, dtype, shape and strides, share no memory with the inputs (unless eager's do) nor with
 one another, and the inputs must keep every byte, also those between their elements. Memory that outputs may be
 given is poisoned before each run. A second run must agree bit by bit, or the result says it isn't deterministic.
+Where a contender errs more than eager allows, the other evaluations that the framework may make (`admissible`) are run
+too, and count if they err as much: then the result says against which of them it passed.
 A case on which eager gives no finite number proves nothing; each output needs one that does. Running out of memory is
 a failure. In training every gradient is held to the same rule, with random upstream gradients.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-import warnings
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from fusescout.admissible import Evaluation
+from fusescout.admissible import evaluations
 from fusescout.contenders.base import Runner
 from fusescout.inputs import InputSource
 from fusescout.inputs import raw
 from fusescout.ir import Subgraph
-from fusescout.ir import TensorSpec
+from fusescout.memory import filled_by_torch
+from fusescout.memory import poisoned
+from fusescout.memory import sharing
+from fusescout.memory import untouched
 from fusescout.reference import build
 from fusescout.session import ErrorStats
+from fusescout.tolerance import EAGER
 from fusescout.tolerance import Allowance
 from fusescout.tolerance import Errors
+from fusescout.tolerance import Sample
 
 SAMPLED = 4096
 """Eager's error is sampled on at least this many elements (in at most `DRAWS` more draws of the inputs)."""
@@ -41,7 +48,6 @@ KEEP_BYTES, KEEP_SHARE = 1 << 30, 4
 """What eager and the truth of all cases may take: so much on the CPU, that part of a GPU's free memory. What is not
 kept is computed anew for each variant; ten cases of 8192 x 50257 bf16 scores take 41 GB."""
 NO_GRADIENTS = "it has no gradients"
-_M_PERTURB = -6
 _RANDOM = ("rand", "bernoulli", "normal", "multinomial", "uniform", "exponential", "poisson", "native_dropout", "rrelu")
 
 
@@ -93,10 +99,16 @@ class Verifier:
         self.eager, self._truth = build(graph), build(graph, "float64")
         self._kept: dict[str, list[Allowance]] = {}
         self._made: dict[str, list[Tensor]] = {}
+        self._samples: dict[tuple[str, str], list[Sample]] = {}
         self._room = torch.cuda.mem_get_info(device)[0] // KEEP_SHARE if device.startswith("cuda") else KEEP_BYTES
 
     def truth(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(self._truth([_double(t) for t in inputs]))
+
+    @cached_property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        """What the framework may make of the sub-graph beside eager."""
+        return evaluations(self.graph, self.device)
 
     def check(self, run: Runner, level: str) -> Outcome:
         """Run a contender through the cases of `level` ("quick" or "full"); never raises for what it does wrong."""
@@ -122,20 +134,24 @@ class Verifier:
         with torch.no_grad():
             with poisoned(self.graph.output_specs, self.device):
                 outputs = tuple(run(inputs))
-            reason = self._structure(inputs, outputs, allowances) or _untouched(inputs, before)
-            if reason:
+            if reason := self._structure(inputs, outputs, allowances) or untouched(inputs, before):
                 return reason
-            found = [a.judge(o) for a, o in zip(allowances, outputs, strict=True)]
+            sample = partial(self._sample, case, inputs, allowances)
+            found = _judge(outputs, allowances, self._others(case, sample))
             tally.add(found)
             if first and not any(e.reason for e in found):
                 with poisoned(self.graph.output_specs, self.device):
                     again = tuple(run(inputs))
                 tally.deterministic &= all(map(_same_bits, outputs, again))
-                found += [a.judge(o) for a, o in zip(allowances, again, strict=True)]
+                if reason := untouched(inputs, before):
+                    return reason
+                found += _judge(again, allowances, self._others(case, sample))
                 with filled_by_torch():
-                    found += [a.judge(o) for a, o in zip(allowances, run(inputs), strict=True)]
-                reason = _untouched(inputs, before)
-        return next((f"output {k % len(allowances)} has {e.reason}" for k, e in enumerate(found) if e.reason), reason)
+                    again = tuple(run(inputs))
+                if reason := untouched(inputs, before):
+                    return reason
+                found += _judge(again, allowances, self._others(case, sample))
+        return next((f"output {k % len(allowances)} has {e.reason}" for k, e in enumerate(found) if e.reason), "")
 
     def _inputs(self, case: str) -> list[Tensor]:
         """Inputs of a case, made once while there is room: a contender that writes to them is found out and ends it."""
@@ -159,14 +175,37 @@ class Verifier:
         with torch.no_grad():
             eager, truth = self.eager(inputs), self.truth(inputs)
             allowances = [Allowance(e, t) for e, t in zip(eager, truth, strict=True)]
-            fewest = min((e.numel() for e in eager if e.numel()), default=SAMPLED)
-            for draw in range(1, min(DRAWS, math.ceil(SAMPLED / fewest))):
-                more = self.inputs.make(case, draw)
+            for more in self._draws(case, allowances):
                 for allowance, e, t in zip(allowances, self.eager(more), self.truth(more), strict=True):
                     allowance.add(e, t)
         if self._fits([t for a in allowances for t in (a.eager, a.truth)]):
             self._kept[case] = allowances
         return allowances
+
+    def _draws(self, case: str, allowances: Sequence[Allowance]) -> Iterator[list[Tensor]]:
+        """More inputs of a case, for outputs of few elements."""
+        fewest = min((a.eager.numel() for a in allowances if a.eager.numel()), default=SAMPLED)
+        for draw in range(1, min(DRAWS, math.ceil(SAMPLED / fewest))):
+            yield self.inputs.make(case, draw)
+
+    def _others(self, case: str, sample: Callable[[Evaluation], list[Sample]]) -> Iterator[list[Sample]]:
+        """How far the other evaluations are from the truth on a case: each is run when it is asked for, and once."""
+        for evaluation in self.evaluations:
+            try:
+                if (case, evaluation.name) not in self._samples:
+                    self._samples[case, evaluation.name] = sample(evaluation)
+            except Exception:  # isolation boundary: what can't be run, for want of memory say, is no measure
+                continue
+            yield self._samples[case, evaluation.name]
+
+    def _sample(
+        self, case: str, inputs: list[Tensor], allowances: Sequence[Allowance], evaluation: Evaluation
+    ) -> list[Sample]:
+        samples = [Sample(o, a.truth, evaluation.name) for o, a in zip(evaluation(inputs), allowances, strict=True)]
+        for more in self._draws(case, allowances):
+            for sample, o, t in zip(samples, evaluation(more), self.truth(more), strict=True):
+                sample.add(o, t)
+        return samples
 
     def _structure(self, inputs: list[Tensor], outputs: tuple[Tensor, ...], allowances: list[Allowance]) -> str:
         if len(outputs) != len(allowances):
@@ -181,14 +220,14 @@ class Verifier:
                 return f"output {k} is on {out.device}"
             if _strides(out) != _strides(want):
                 return f"output {k} has strides {out.stride()} where eager gives {want.stride()}"
-        memory, allowed = _sharing(inputs, outputs), self._eager_sharing(inputs)
+        memory, allowed = sharing(inputs, outputs), self._eager_sharing(inputs)
         if extra := sorted(memory - allowed):
             return f"{extra[0][0]} shares memory with {extra[0][1]}"
         return ""
 
     def _eager_sharing(self, inputs: list[Tensor]) -> set[tuple[str, str]]:
         if not hasattr(self, "_shared"):
-            self._shared = _sharing(inputs, tuple(self.eager(inputs)))
+            self._shared = sharing(inputs, tuple(self.eager(inputs)))
         return self._shared
 
     def _check_gradients(self, run: Runner, case: str, tally: _Tally) -> str:
@@ -203,14 +242,40 @@ class Verifier:
             mine = gradients(run, inputs, wanted)
         if mine is None or eager is None or truth is None:
             return NO_GRADIENTS if mine is None else "eager has no gradients"
-        for k, got, e, t in zip(wanted, mine, eager, truth, strict=True):
+        for k, got, e in zip(wanted, mine, eager, strict=True):
             if got.dtype != e.dtype or got.shape != e.shape:
                 return f"the gradient of input {k} is {got.dtype}{list(got.shape)}, eager's {e.dtype}{list(e.shape)}"
-            errors = Allowance(e, t).judge(got)
-            tally.add([errors], outputs=False)
-            if errors.reason:
-                return f"the gradient of input {k} has {errors.reason}"
-        return _untouched(inputs, before)
+        if reason := untouched(inputs, before):
+            return reason
+        allowances = [Allowance(e, t) for e, t in zip(eager, truth, strict=True)]
+
+        def sample(evaluation: Evaluation) -> list[Sample]:
+            with evaluation.mode():
+                found = gradients(evaluation.run, inputs, wanted) or ()
+            return [Sample(g, a.truth, evaluation.name) for g, a in zip(found, allowances, strict=True)]
+
+        found = _judge(mine, allowances, self._others(f"gradients of {case}", sample))
+        tally.add(found, outputs=False)
+        wrong = ((k, e.reason) for k, e in zip(wanted, found, strict=True) if e.reason)
+        return next((f"the gradient of input {k} has {reason}" for k, reason in wrong), "")
+
+
+def _judge(outputs: Sequence[Tensor], allowances: Sequence[Allowance], others: Iterator[list[Sample]]) -> list[Errors]:
+    """Hold outputs against eager's error; other evaluations are asked for while that of those so far is too small."""
+    found = [a.judge(o) for a, o in zip(allowances, outputs, strict=True)]
+    beside: list[list[Sample]] = []
+    while _imprecise(found) and (more := next(others, None)) is not None:
+        beside.append(more)
+        for k, (allowance, out) in enumerate(zip(allowances, outputs, strict=True)):
+            if found[k].reason:
+                found[k] = allowance.judge(out, [samples[k] for samples in beside])
+    return found
+
+
+def _imprecise(found: Sequence[Errors]) -> bool:
+    """Whether sizes of errors are all that is wrong."""
+    wrong = [e for e in found if e.reason]
+    return bool(wrong) and all(e.imprecise for e in wrong)
 
 
 def gradients(run: Runner, inputs: Sequence[Tensor], wanted: Sequence[int]) -> tuple[Tensor, ...] | None:
@@ -233,12 +298,17 @@ def gradients(run: Runner, inputs: Sequence[Tensor], wanted: Sequence[int]) -> t
 
 
 def check_model_outputs(
-    outputs: Sequence[Tensor], eager: Sequence[Tensor], truth: Sequence[Tensor], factor: float = 1.0
+    outputs: Sequence[Tensor],
+    eager: Sequence[Tensor],
+    truth: Sequence[Tensor],
+    factor: float = 1.0,
+    others: Callable[[], Iterator[list[Sample]]] = lambda: iter(()),
 ) -> ErrorStats | str:
     """Hold a whole model's outputs against eager and the float64 model; a sentence says what is wrong.
 
     There is one set of inputs only, so for outputs of few elements eager's error counts for more: by 1 + 8 / elements.
-    `factor` scales what eager's error counts for.
+    `factor` scales what eager's error counts for; `others` gives the errors of other evaluations, one sample for each
+    output, and is called where eager's is too small.
     """
     tally = _Tally(len(eager))
     if len(outputs) != len(eager):
@@ -246,46 +316,14 @@ def check_model_outputs(
     for k, (out, e, t) in enumerate(zip(outputs, eager, truth, strict=True)):
         if out.dtype != e.dtype or out.shape != e.shape:
             return f"Output {k} is {out.dtype}{list(out.shape)} where eager gives {e.dtype}{list(e.shape)}."
-        errors = Allowance(e, t, slack=factor * (1 + 8 / max(e.numel(), 1))).judge(out)
+        allowance = Allowance(e, t, slack=factor * (1 + 8 / max(e.numel(), 1)))
+        (errors,) = _judge([out], [allowance], ([samples[k]] for samples in others()))
         tally.add([errors], k)
         if errors.reason:
             return f"Output {k} has {errors.reason}."
     if missing := tally.unproven():
         return f"Output {missing[0]} has no finite value, so nothing is proved."
     return tally.outcome("").stats
-
-
-@contextmanager
-def poisoned(specs: Sequence[TensorSpec], device: str) -> Iterator[None]:
-    """Fill the memory that new tensors of these sizes will be given, so that what isn't written shows."""
-    sizes = [max(spec.nbytes, 1) for spec in (*specs, *specs)]
-    doomed = [torch.full((size,), 0xFF, dtype=torch.uint8, device=device) for size in sizes]
-    del doomed
-    perturb = _mallopt() if device == "cpu" else None
-    if perturb:
-        perturb(_M_PERTURB, 0x81)  # glibc now fills what it hands out with 0x7E
-    try:
-        yield
-    finally:
-        if perturb:
-            perturb(_M_PERTURB, 0)
-
-
-@contextmanager
-def filled_by_torch() -> Iterator[None]:
-    """Let torch.empty give NaN. This changes which kernels torch picks, so it's an extra run, never the only one."""
-    modes = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = torch.utils.deterministic
-    fill = memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    memory.fill_uninitialized_memory = True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(modes[0], warn_only=modes[1])
-        memory.fill_uninitialized_memory = fill
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -304,12 +342,14 @@ class _Tally:
         self.cases, self.deterministic = 0, True
         self.worst = self.contender = self.eager = 0.0
         self.informative = [False] * outputs
+        self.against: set[str] = set()
 
     def add(self, found: Sequence[Errors], first: int = 0, outputs: bool = True) -> None:
         self.cases += 1
         for k, errors in enumerate(found, first):
             self.worst = max(self.worst, errors.ratio)
             self.contender, self.eager = max(self.contender, errors.contender), max(self.eager, errors.eager)
+            self.against |= {errors.against} - {EAGER}
             if outputs:
                 self.informative[k] |= errors.informative
 
@@ -323,6 +363,7 @@ class _Tally:
             eager_max=self.eager,
             cases=self.cases,
             deterministic=self.deterministic,
+            against=" and ".join(sorted(self.against)) or EAGER,
         )
         return Outcome(reason, stats)
 
@@ -336,36 +377,6 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1) if tensor.numel() else ()
 
 
-def _sharing(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> set[tuple[str, str]]:
-    """Pairs of outputs and inputs that live in one storage, and of outputs whose elements lie between each other's."""
-    named = [(f"input {k}", _storage(t)) for k, t in enumerate(inputs)]
-    found = set()
-    for k, out in enumerate(outputs):
-        start, end = _extent(out)
-        for name, (first, last) in named if out.numel() else ():
-            if start < last and first < end:
-                found.add((f"output {k}", name))
-        named.append((f"output {k}", (start, end)))
-    return found
-
-
-def _storage(tensor: Tensor) -> tuple[int, int]:
-    """First and last address of all that an input's storage holds."""
-    start = tensor.untyped_storage().data_ptr()
-    return start, start + tensor.untyped_storage().nbytes()
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First and last address of a tensor's elements."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _untouched(inputs: Sequence[Tensor], before: Sequence[Tensor]) -> str:
-    changed = [k for k, (t, b) in enumerate(zip(inputs, before, strict=True)) if not torch.equal(raw(t), b)]
-    return f"it wrote to input {changed[0]}" if changed else ""
-
-
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
@@ -373,12 +384,3 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
-
-
-def _mallopt() -> Callable[[int, int], int] | None:
-    """glibc's `mallopt`, where there is one."""
-    try:
-        found: Callable[[int, int], int] = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return None
-    return found
