@@ -18,6 +18,11 @@ from fusescout.ir import Ref
 from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
 from fusescout.ir import refs
+from fusescout.nodekinds import REGROUPS
+from fusescout.nodekinds import REORDERS
+
+MOST_STEPS = 12
+"""Operators between a product and its softmax."""
 
 
 def attention(graph: Subgraph) -> Step | None:
@@ -26,7 +31,7 @@ def attention(graph: Subgraph) -> Step | None:
         if op.name not in ("softmax", "_softmax") or op.args[1] not in (-1, len(graph.tensor(index).shape) - 1):
             continue
         members, weights = {index}, index
-        while (users := graph.users(weights)) and len(users) == 1 and is_plain(graph, users[0]):
+        while (users := graph.users(weights)) and len(users) == 1 and _is_same(graph, users[0]):
             weights = users[0]
             members.add(weights)
         last = graph.op_of(users[0]) if len(users) == 1 and not members & set(graph.outputs) else None
@@ -36,6 +41,11 @@ def attention(graph: Subgraph) -> Step | None:
         if found is None:
             continue
         query, key, mask, scale, inner = found
+        product = graph.tensor(min(inner)).shape  # in between it may have other shapes, of the same rows
+        if product != graph.tensor(weights).shape or product[-1] != graph.tensor(index).shape[-1]:
+            continue
+        if not _keep_order(graph, sorted(inner)) or not _keep_order(graph, sorted(members)):
+            continue
         members |= inner | {users[0]}
         if any(i in graph.outputs or not set(graph.users(i)) <= members for i in members - {users[0]}):
             continue
@@ -69,7 +79,11 @@ class _Call:
         turn, rank = self.graph.op_of(key), len(self.graph.tensor(key).shape)
         if turn and turn.name == "transpose" and {d % rank for d in ints(turn.args[1:])} == {rank - 2, rank - 1}:
             return Ref(turn.inputs[0])
-        return self._put("aten.transpose.int", (Ref(key), -1, -2), swapped(self.graph.tensor(key)))
+        turned = swapped(self.graph.tensor(key))
+        straight = self._put("aten.transpose.int", (Ref(key), -1, -2), turned)
+        if turned.stride[-1] == 1:
+            return straight
+        return self._put("aten.contiguous.default", (straight,), dense(turned.shape, turned.dtype))  # for fused kernels
 
     def _batched(self, ref: Ref, rank: int) -> Ref:
         spec = self._spec(ref)
@@ -95,6 +109,47 @@ class _Call:
         return self.new
 
 
+def _is_same(graph: Subgraph, index: int) -> bool:
+    """Whether a value is its input, at most in another dtype or seen in other dimensions."""
+    op = graph.op_of(index)
+    return is_plain(graph, index) or (op is not None and op.name in REGROUPS | REORDERS)
+
+
+def _keep_order(graph: Subgraph, path: list[int]) -> bool:
+    """Whether operators one after the other leave the elements in their order.
+
+    An einsum puts dimensions of size 1 in and out again, turns some and turns them back, and makes one of several.
+    """
+    views = [(v, op) for v in path if (op := graph.op_of(v)) and op.name in REGROUPS | REORDERS]
+    shape: tuple[int, ...] = ()
+    came: list[int] = []  # where each dimension of `shape` was, as long as they only change places
+    for value, op in views:
+        shape, new = graph.tensor(op.inputs[0]).shape, graph.tensor(value).shape
+        came = came or list(range(len(shape)))
+        long = [d for d, n in zip(came, shape, strict=True) if n != 1]
+        if op.name in REORDERS:
+            came = [came[d] for d in _order(op, len(shape))]
+        elif long == sorted(long):
+            came = list(range(len(new)))
+        elif [n for n in shape if n != 1] == [n for n in new if n != 1]:
+            left = iter(long)
+            came = [next(left) if n != 1 else -1 for n in new]
+        else:
+            return False
+        shape = new
+    long = [d for d, n in zip(came, shape, strict=True) if n != 1]
+    return long == sorted(long)
+
+
+def _order(op: Op, rank: int) -> list[int]:
+    dims, order = [d % rank for a in op.args[1:] for d in ints(a)], list(range(rank))
+    if op.name == "permute":
+        return dims
+    first, second = dims or (0, rank - 1)
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
 def _scores(graph: Subgraph, index: int) -> tuple[int, int, int | None, float, set[int]] | None:
     """(query, transposed key, mask, scale, members) of the scores that go into a softmax.
 
@@ -102,13 +157,16 @@ def _scores(graph: Subgraph, index: int) -> tuple[int, int, int | None, float, s
     """
     members: set[int] = set()
     mask, scale = None, 1.0
-    for _ in range(6):
+    for _ in range(MOST_STEPS):
         op = graph.op_of(index)
         if op is None:
             return None
         members.add(index)
         found = numbers(op)
         if op.name in ("matmul", "bmm"):
+            moved = any(o and o.name in REGROUPS | REORDERS for o in map(graph.op_of, members))
+            if mask is not None and moved:
+                return None
             return int(op.inputs[0]), int(next(refs(op.args[1]))), mask, scale, members
         if op.name in ("mul", "div") and len(op.inputs) == 1 and len(found) == 1 and op.args[0] == Ref(op.inputs[0]):
             scale *= found[0] if op.name == "mul" else 1 / found[0]
@@ -119,7 +177,7 @@ def _scores(graph: Subgraph, index: int) -> tuple[int, int, int | None, float, s
             mask = next(i for i in op.inputs if i != inner[0])
             index = inner[0]
             continue
-        elif not is_plain(graph, index):
+        elif not _is_same(graph, index):
             return None
         index = op.inputs[0]
     return None
