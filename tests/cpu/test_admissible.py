@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_cases import ON_CPU
+from row_cases import ROWS
+from template_cases import ROWWISE
+from template_cases import SHARED
+from template_cases import Case
 from torch import Tensor
 from torch import nn
 
@@ -182,6 +187,23 @@ def test_only_contractions_and_outputs_are_rounded() -> None:
     assert torch.equal(found[0], out) and torch.equal(found[1], weights.bfloat16())
     (kink,) = build(conv_chain("bfloat16", *KINK, n=12, size=16), UNROUNDED)(at_the_kink())
     assert torch.equal(kink, fused(at_the_kink())[0])
+
+
+NAMES = ("add_rms_norm", "cross_entropy", "group_norm", "qkv_grouped", "rotary", "padded", "capped")
+CASES = [case for case in (*ROWWISE, *ROWS, *SHARED, *ON_CPU) if case.name in NAMES]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_unrounded_form_computes_the_same_and_no_worse(case: Case, dtype: torch.dtype) -> None:
+    graph, inputs = case.traced(dtype=dtype)
+    verifier = Verifier(graph, inputs, "cpu")
+    (evaluation,) = verifier.evaluations
+    with torch.no_grad():
+        allowances = verifier._allowances("captured", inputs)
+        samples = verifier._sample("captured", inputs, allowances, evaluation)
+    for allowance, sample in zip(allowances, samples, strict=True):
+        assert sample.rms <= 1.2 * allowance.sample.rms
 
 
 def planted(graph: Subgraph) -> dict[str, Run]:

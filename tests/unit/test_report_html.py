@@ -61,6 +61,9 @@ def test_html_shows_each_candidate_and_rejection(sample: str, pages: dict[str, P
     for candidate in session.candidates:
         assert facts.shorten(facts.clean(candidate.id), 32) in text
         assert facts.chain_text(candidate.chain) in text
+        for result in candidate.contenders:
+            if result.error is not None and result.status == "ok":
+                assert result.error.measure in text
     for rejection in session.rejections:
         assert facts.clean(rejection.reason) in text
 
