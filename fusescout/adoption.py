@@ -13,6 +13,7 @@ from fusescout.decide import decide
 from fusescout.device import Device
 from fusescout.heats import Bench
 from fusescout.ir import Subgraph
+from fusescout.plan import COMPILED
 from fusescout.plan import Composition
 from fusescout.plan import Entry
 from fusescout.session import Interval
@@ -62,7 +63,7 @@ def adopt_winner(
     decision = decide(_candidate(entry, subgraph, each_us), raced.contenders, raced.samples, config.threshold)
     if not decision.accepted:
         return decision.reason
-    if decision.winner == "inductor" and composition != "eager":
+    if decision.winner == "inductor" and composition in COMPILED:
         return f"{decision.reason} Inductor runs the rest of the model, so this chain is left to it."
     variant = next(c.variant for c in raced.contenders if c.name == decision.winner)
     return _entry(entry, subgraph, decision.winner, variant, decision.speedup), decision.reason

@@ -41,6 +41,7 @@ from fusescout.ir import Subgraph
 from fusescout.layout import choose
 from fusescout.numerics import tf32
 from fusescout.once import Once
+from fusescout.plan import COMPILED
 from fusescout.plan import Entry
 from fusescout.plan import Plan
 from fusescout.precompute import describe as describe_once
@@ -302,7 +303,7 @@ def _result(
         status, reason = "dropped", reason + " In the whole model it gave a wrong result, so it was taken out."
     elif decision.accepted and plan.is_empty:
         status, reason = "dropped", reason + " The whole model gains nothing from it."
-    elif decision.accepted and decision.winner == "inductor" and plan.composition != "eager":
+    elif decision.accepted and decision.winner == "inductor" and plan.composition in COMPILED:
         reason += " Inductor runs the rest of the patched model, so this chain is left to it."
     elif decision.accepted:
         reason += " Another accepted chain saves more on the same operators."

@@ -1,4 +1,4 @@
-"""Runs what a plan does not replace: as it is, through Inductor, or through Inductor with CUDA graphs."""
+"""Runs what a plan does not replace: as it is or through Inductor, each with CUDA graphs or without."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import fx
 from fusescout.capture.recompute import run_eagerly
 from fusescout.operators import direct
 from fusescout.plan import Composition
+from fusescout.replay import replayed
 
 
 def compose(
@@ -26,9 +27,11 @@ def compose(
     """
     if composition == "eager":
         return run_eagerly(_without_dispatcher(rewritten)).forward  # a call of the module costs 5 µs more
+    _keep_origin(captured, rewritten)
+    if composition == "replay":
+        return replayed(rewritten, inputs)
     from torch._inductor.compile_fx import compile_fx
 
-    _keep_origin(captured, rewritten)
     options = {"triton.cudagraphs": True} if composition == "cudagraph" else {}
     compiled: Any = compile_fx(rewritten, list(inputs), config_patches=options)
     return compiled  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from fusescout.session import Rival
 from fusescout.stats import median_interval
 from fusescout.stats import ratio
 from fusescout.ways import EAGER
+from fusescout.ways import GRAPHED_EAGER
 from fusescout.ways import Way
 
 NOTHING_REPLACED = "No planned chain was replaced"
@@ -72,6 +73,8 @@ def conclude(
             else "No patched form of the model passed its check"
         )
         verdict = f"Keep the framework code. {why}; eager takes {_ms(baseline)}."
+        if GRAPHED_EAGER in samples and (replayed := ratio(eager, samples[GRAPHED_EAGER])).low > 1.0:
+            verdict += f" In a CUDA graph the same operators are {_times(replayed)} as fast: that takes no patch."
         unpatched = EndToEnd(
             baseline=baseline, baseline_peak_bytes=ways[0].peak_bytes, noise=noise, rivals=rivals,
             dropped=[*dropped], verdict=verdict,

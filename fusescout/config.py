@@ -65,7 +65,7 @@ class Config(BaseModel):
     """Profile repetitions."""
     rounds: int = Field(30, ge=2)
     """Rounds of the end-to-end A/B comparison."""
-    compose: Literal["eager", "inductor", "cudagraph", "auto"] = "auto"
+    compose: Literal["eager", "inductor", "cudagraph", "replay", "auto"] = "auto"
     """What runs the rest of the patched model."""
     allow_tf32: bool = False
     top: int = Field(12, ge=1)

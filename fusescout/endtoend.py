@@ -1,11 +1,13 @@
 """The end-to-end verdict: the whole model, unpatched against patched and against its rivals, interleaved, unprofiled.
 
-Rivals are eager, `torch.compile` and, on CUDA, `torch.compile` with CUDA graphs. The patched model is tried with the
-rest run each way the settings allow; every way is checked against the float64 model before its time counts.
+Rivals are eager, `torch.compile` and, on CUDA, `torch.compile` with CUDA graphs; where that is slower than eager, or
+can't be had, eager in a CUDA graph too. The patched model is tried with the rest run each way the settings allow; every
+way is checked against the float64 model before its time counts.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Mapping
@@ -23,7 +25,10 @@ from fusescout.errors import CompositionUnavailable
 from fusescout.modelcheck import ModelJudge
 from fusescout.nest import tensors
 from fusescout.onetrace import OneTrace
+from fusescout.patching import NOT_PLANNED
 from fusescout.patching import Backend
+from fusescout.plan import COMPILED
+from fusescout.plan import GRAPHED
 from fusescout.plan import Composition
 from fusescout.plan import Plan
 from fusescout.rivals import Rivals
@@ -31,6 +36,7 @@ from fusescout.session import EndToEnd
 from fusescout.session import ErrorStats
 from fusescout.session import Rival
 from fusescout.ways import EAGER
+from fusescout.ways import GRAPHED_EAGER
 from fusescout.ways import Way
 from fusescout.ways import compiling
 from fusescout.ways import failure
@@ -48,6 +54,10 @@ ENOUGH_ROUNDS, BUDGET_S = 6, 5.5
 COPIED_BYTES_PER_S, COPIED_SHARE = 1e12, 0.01
 """A CUDA graph copies the inputs of each call. Up to this share of a step, at this rate, that decides nothing."""
 REPLAYED = "Not built: with CUDA graphs the same code is replayed without its launches"
+PATCHED = ("patched, rest eager", "patched, rest cudagraph")
+SLOWER = 1.05
+"""From how many times eager's time on, with CUDA graphs, Inductor's code leaves room for eager operators in them."""
+AS_TORCH = "The unpatched model's own operators in a CUDA graph, as torch.cuda.make_graphed_callables makes one."
 OnEvent = Callable[[str, int, int, str], None]
 
 
@@ -80,7 +90,7 @@ def compare(
         bench = _Bench(workload, config, ModelJudge(workload), on_event)
         bench.add_framework(built or rivals.build(workload, config, on_event))
         for composition in compositions(config, workload):
-            bench.add_patched(plan if composition == "eager" or compiled is None else compiled, composition)
+            bench.add_patched(compiled if compiled is not None and composition in COMPILED else plan, composition)
         with untouched(workload):
             samples = measure(bench.ways, config.rounds, workload.device, on_event, budget_s, bench.lose)
         checked = bench.check_fastest(samples)
@@ -98,6 +108,7 @@ class _Bench:
             peak_bytes = most_bytes(step, workload.device)
         eager = Way("", workload.model, step, 0.0, peak_bytes=peak_bytes)
         self.ways = [replace(eager, name=name) for name in EAGER]
+        self.step_s: dict[str, float] = {}
         self.failed: list[Rival] = []
         self.dropped: list[str] = []
 
@@ -120,6 +131,8 @@ class _Bench:
         if self.judge.unknown and not plan.is_empty:
             self.failed.append(Rival(name=name, reason=self.judge.unknown))
             return
+        if composition == "replay" and not self._replays_eager(plan):
+            return
         if composition == "inductor" and not plan.is_empty and any(map(self._replays, [*self.ways])):
             self.failed.append(Rival(name=name, reason=REPLAYED))
             return
@@ -139,6 +152,26 @@ class _Bench:
             self.dropped.append(culprit)
             plan = plan.without({culprit})
 
+    def _replays_eager(self, plan: Plan) -> bool:
+        """Whether eager operators are worth a CUDA graph: then the unpatched ones are in the running too.
+
+        They are where Inductor's code, replayed, takes longer than they do launched one by one, or can't be had.
+        """
+        launched, graphs = (EAGER[0], "compile + CUDA graphs") if plan.is_empty else PATCHED
+        ways = {way.name: way for way in self.ways}
+        if self.config.compose == "auto":
+            launched_s = self._seconds(ways[launched]) if launched in ways else None
+            graphs_s = self._seconds(ways[graphs]) if graphs in ways else math.inf
+            if launched_s is None or (graphs_s is not None and graphs_s <= SLOWER * launched_s):
+                return False
+        self.on_event("end to end", 0, 0, f"building {GRAPHED_EAGER}")
+        way = self._try(plan.emptied())
+        if isinstance(way, str):
+            self.failed.append(Rival(name=GRAPHED_EAGER, reason=way))
+        else:
+            self.ways.append(replace(way, name=GRAPHED_EAGER, backend=None, composition=None, note=AS_TORCH))
+        return True
+
     def _replays(self, way: Way) -> bool:
         """Whether a way's CUDA graphs replay all that Inductor made, and copy too little to lose by it."""
         if way.backend is None or way.composition != "cudagraph" or way.backend.counters.fallbacks:
@@ -149,9 +182,12 @@ class _Bench:
 
     def _seconds(self, way: Way) -> float | None:
         """Of a step, roughly; a way that fails now is lost."""
+        if way.name in self.step_s:
+            return self.step_s[way.name]
         try:
             with untouched(self.workload):
-                return seconds(way.step, self.workload.device, 3)
+                self.step_s[way.name] = seconds(way.step, self.workload.device, 3)
+            return self.step_s[way.name]
         except Exception as error:  # isolation boundary: it ran before, and others go on
             self.lose(way, error)
             return None
@@ -182,8 +218,10 @@ class _Bench:
             if not self.traced_s:
                 self.traced_s = self._seconds_to_trace()
             way = warm(name, self.workload, self.trace.carried_out(model, backend))
-            if plan.composition == "cudagraph" and _graphs_skipped() > skipped:
-                return "Inductor refuses to capture it: it writes its inputs, or some of it runs on the CPU"
+            if plan.composition in GRAPHED and _graphs_skipped() > skipped:
+                return "torch refuses to capture it: it writes its inputs, or some of it runs on the CPU"
+            if plan.composition == "replay" and (reason := _nothing_replayed(backend)):
+                return reason
             verdict = self.judge.check(way.model)
         except Exception as error:  # isolation boundary: the framework's code stays where the patch can't run
             return failure(name, self.workload, error)
@@ -213,6 +251,12 @@ class _Bench:
         return None if isinstance(alone, Way) else suspects[0]
 
 
+def _nothing_replayed(backend: Backend) -> str:
+    """Why all graphs of a model run eagerly instead; empty if one is replayed."""
+    eagerly = [r for name, r in backend.counters.fallbacks.items() if name.startswith("graph ") and r != NOT_PLANNED]
+    return eagerly[0] if eagerly and len(eagerly) == backend.counters.captures else ""
+
+
 def _why(backend: Backend) -> str:
     return "; ".join(dict.fromkeys(backend.counters.fallbacks.values())) or "the model made no graph"
 
@@ -221,14 +265,16 @@ def compositions(config: Config, workload: Workload) -> tuple[Composition, ...]:
     """The ways to run the rest that the settings allow here, in the order they are tried.
 
     Raises:
-        CompositionUnavailable: CUDA graphs are asked for and the model is not on a GPU.
+        CompositionUnavailable: CUDA graphs are asked for and the model is not on a GPU, or eager ones for a training.
     """
-    if config.compose == "cudagraph" and not workload.device.startswith("cuda"):
-        raise CompositionUnavailable("cudagraph", f"CUDA graphs need a GPU, and the model is on {workload.device}")
+    if config.compose in GRAPHED and not workload.device.startswith("cuda"):
+        raise CompositionUnavailable(config.compose, f"CUDA graphs need a GPU, and the model is on {workload.device}")
+    if config.compose == "replay" and workload.mode == "training":
+        raise CompositionUnavailable("replay", "It records no gradients, and a training step needs them")
     if config.compose != "auto":
         return (config.compose,)
     graphs = workload.device.startswith("cuda") and workload.mode == "inference"
-    return ("eager", "cudagraph", "inductor") if graphs else ("eager", "inductor")
+    return ("eager", "cudagraph", "replay", "inductor") if graphs else ("eager", "inductor")
 
 
 def _graphs_skipped() -> int:

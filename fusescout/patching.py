@@ -57,6 +57,7 @@ from fusescout.newshapes import Replaceable
 from fusescout.once import Once
 from fusescout.once import compute_once
 from fusescout.operators import define
+from fusescout.plan import GRAPHED
 from fusescout.plan import LAYOUTS
 from fusescout.plan import Composition
 from fusescout.plan import Entry
@@ -79,8 +80,9 @@ class Backend:
         cache_dir: Path | None = None,
         policy: Policy = "fallback",
     ) -> None:
-        if plan.composition == "cudagraph" and plan.device_kind != "cuda":
-            raise CompositionUnavailable("cudagraph", f"CUDA graphs need a GPU, and the plan is for {plan.device_kind}")
+        if plan.composition in GRAPHED and plan.device_kind != "cuda":
+            why = f"CUDA graphs need a GPU, and the plan is for {plan.device_kind}"
+            raise CompositionUnavailable(plan.composition, why)
         self.plan = plan
         self.cache_dir = cache_dir or load().cache_dir
         self.device = device or describe_device(plan.device_kind)
@@ -200,9 +202,9 @@ class Backend:
         except Exception as error:  # isolation boundary: the compiler may fail on any graph; the model must still run
             if self.plan.composition == "eager":
                 raise
-            self.counters.fallbacks[f"graph {number}"] = (
-                f"{self.plan.composition} failed with {in_a_line(error)}; the graph runs eagerly"
-            )
+            refused = error.reason if isinstance(error, NotCapturable) else ""
+            why = f"can't run it: {refused}" if refused else f"failed with {in_a_line(error)}"
+            self.counters.fallbacks[f"graph {number}"] = f"{self.plan.composition} {why}; the graph runs eagerly"
             return run_eagerly(rewritten)
 
     def _contender(self, name: str) -> Contender:

@@ -22,7 +22,12 @@ from fusescout.session import Interval
 from fusescout.session import write_atomic
 
 PLAN_VERSION = 1
-Composition = Literal["eager", "inductor", "cudagraph"]
+Composition = Literal["eager", "inductor", "cudagraph", "replay"]
+"""What runs the rest: its operators, Inductor, Inductor with CUDA graphs, its operators in CUDA graphs."""
+COMPILED: frozenset[Composition] = frozenset({"inductor", "cudagraph"})
+"""Where Inductor runs the rest."""
+GRAPHED: frozenset[Composition] = frozenset({"cudagraph", "replay"})
+"""Where CUDA graphs do."""
 MemoryFormat = Literal["preserved", "channels_last", "row_major"]
 LAYOUTS: dict[MemoryFormat, str] = {
     "preserved": "",

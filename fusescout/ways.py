@@ -28,6 +28,7 @@ from fusescout.workload import Workload
 
 EAGER = ("eager", "eager again")
 """Names of the model as its author wrote it, which is measured twice."""
+GRAPHED_EAGER = "eager + CUDA graphs"
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,9 @@ Rounds = Annotated[str | None, typer.Option(metavar="N", help="Rounds of the end
 Compose = Annotated[
     str | None,
     typer.Option(
-        "--with", metavar="eager|inductor|cudagraph|auto", help="What runs the rest of the model. [default: auto]"
+        "--with",
+        metavar="eager|inductor|cudagraph|replay|auto",
+        help="What runs the rest of the model. [default: auto]",
     ),
 ]
 AllowTf32 = Annotated[

@@ -27,7 +27,7 @@ def backend(
         module: what Dynamo captured.
         inputs: its example inputs.
         options: "plan" (a `Plan`, or the path of a plan file or run folder) is required; "composition" overrides the
-            plan's way to run the rest: "eager", "inductor" or "cudagraph".
+            plan's way to run the rest: "eager", "inductor", "cudagraph" or "replay".
 
     Raises:
         BackendOption: no plan, or an unknown option.

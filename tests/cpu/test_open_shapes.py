@@ -129,6 +129,6 @@ def test_with_chooses_the_ways_that_are_measured(model: nn.Module) -> None:
     assert compositions(Config(), workload) == ("eager", "inductor")
     assert compositions(Config(compose="inductor"), workload) == ("inductor",)
     on_gpu = replace(workload, device="cuda:0")
-    assert compositions(Config(), on_gpu) == ("eager", "cudagraph", "inductor")
+    assert compositions(Config(), on_gpu) == ("eager", "cudagraph", "replay", "inductor")
     assert compositions(Config(), replace(on_gpu, mode="training")) == ("eager", "inductor")
     assert compositions(Config(compose="cudagraph"), on_gpu) == ("cudagraph",)
