@@ -1,7 +1,8 @@
 """Row-wise chains: norms, softmaxes, losses and anything spelled out with reductions over the same dimensions.
 
-One pass per level of reductions. On CUDA a block holds its rows in registers from the first load to the last store;
-rows too wide for that are read again in each pass, chunk by chunk, with few passes. Where neighbouring rows lie side
+One pass per level of reductions. On CUDA a block holds its rows in registers from the first load to the last store, or
+stays and takes one row after the other; rows too wide for that are read again in each pass, chunk by chunk, with few
+passes, or lie in shared memory meanwhile. Where neighbouring rows lie side
 by side in memory, as channels do, a block takes many and reads across them. On the CPU each thread walks rows of its
 own, with 32 partial results side by side, so that the compiler vectorises sums without being allowed to reorder them.
 """
@@ -20,9 +21,14 @@ from fusescout.templates.rowwise_cpu import CpuRows
 from fusescout.templates.rowwise_cuda import CudaRows
 from fusescout.templates.rowwise_cuda import runs_across
 from fusescout.templates.rowwise_passes import crossing
+from fusescout.templates.rowwise_stash import Stash
+from fusescout.templates.rowwise_stash import can_stash
+from fusescout.templates.rowwise_stash import fetch_header
+from fusescout.templates.rowwise_stash import room
 from fusescout.templates.rowwise_strips import Strips
 from fusescout.templates.rowwise_strips import is_striped
 from fusescout.templates.rowwise_strips import more_header
+from fusescout.templates.rowwise_turns import Turns
 from fusescout.templates.source import build
 from fusescout.templates.space import even_runs
 
@@ -74,6 +80,8 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
         width = max(1 << (columns - 1).bit_length(), vector)
         found += [(0.5, _config(t, width, t * vector // width, True)) for t in (128, 256)]
     chosen = [c for _, c in sorted(found, key=lambda f: f[0])]
+    turns = _turns(stage, vector, device)
+    chosen = chosen[:1] + turns[:1] + chosen[1:3] + turns[1:] + chosen[3:]
     if columns > 8192 or not chosen:
         # threads, vectors a step, blocks on a multiprocessor: so many bytes have to be under way
         steps = [(512, 2, 2), (512, 1, 3), (256, 2, 4), (1024, 1, 1), (512, 2, 1)]
@@ -83,7 +91,8 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
         chosen = walks + chosen if columns > 32768 else chosen[:2] + walks + chosen[2:]
         if is_striped(read(graph, True, False)[0], {"strip": vector}):
             strips = [w | {"strip": vector, "unroll": 2} for w in walks[:2]]
-            chosen = [*_held(columns, held, vector), *strips, *chosen]
+            stashed, registers = _stashed(stage, vector), _held(columns, held, vector)
+            chosen = [*stashed[:2], *strips[:1], *registers, *strips[1:], *stashed[2:], *chosen]
     return chosen
 
 
@@ -98,6 +107,42 @@ def _held(columns: int, words: float, vector: int) -> list:
             found = _config(threads, threads * vector, 1, False)
             return [found | {"strip": vector, "held": True, "blocks": blocks}]
     return []
+
+
+def _turns(stage: Rows, vector: int, device: Device) -> list:
+    """Blocks that stay and take row after row; as many as registers allow, with one row computed and one under way."""
+    space = stage.space
+    cut = len(space.sizes) - space.depth
+    own = [o for o in space.inputs if not space.per_row(o) and any(o.strides[:cut])]
+    words = sum(DTYPE_BYTES[o.dtype] / 4 for o in own)
+    found = []
+    for threads in (32, 64, 128, 256):
+        width = -(-stage.columns // (threads * vector)) * threads * vector
+        each = width // threads
+        if stage.columns % vector or each > 40 or width > 1.25 * stage.columns:
+            continue
+        registers = -(-(each * (1 + words) + 36) // 8) * 8
+        blocks = int(min(65536 // (threads * registers), 2048 // threads, 32))
+        turns = -(-stage.rows // (blocks * device.cores))
+        if turns >= 4:
+            config = _config(threads, width, 1, True) | {"grid": -(-stage.rows // turns), "blocks": blocks}
+            found.append((abs(each - 24), config))
+    return [c for _, c in sorted(found, key=lambda f: f[0])]
+
+
+def _stashed(stage: Rows, vector: int) -> list:
+    """Walks whose rows stay in shared memory, and for up to 16 registers a thread outside."""
+    found = []
+    for threads, steps, blocks in ((256, 2, 3), (512, 1, 3), (512, 1, 2), (256, 4, 2), (1024, 1, 1), (512, 2, 1)):
+        width = threads * vector * steps
+        if width >= stage.columns or not can_stash(stage, width):
+            continue
+        chunks = -(-(stage.columns + (vector - 1) * (stage.columns % vector != 0)) // width)
+        kept = min(chunks, room(blocks, width, 16 // vector))
+        if (chunks - kept) * steps <= 4:
+            config = _config(threads, width, 1, False) | {"strip": vector, "held": True, "blocks": blocks}
+            found.append(((chunks - kept) * steps, config | {"stash": kept}))
+    return [c for _, c in sorted(found, key=lambda f: f[0])]
 
 
 def _across(stage: Rows, vector: int) -> list:
@@ -137,11 +182,15 @@ def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
     operands = {o.buffer: o for stage in stages for o in stage.space.operands}.values()
     order = {"input": 0, "scratch": 1, "output": 2}
     operands = tuple(sorted(operands, key=lambda o: order[o.role]))
-    text = dialect.header() + more_header(config, dialect) + signature(name, operands, dialect) + "\n".join(bodies)
+    text = header(config, dialect) + signature(name, operands, dialect) + "\n".join(bodies)
     passes = dialect.pass_configs
     if walked or config.get("vector", 1) > 1:
         passes |= {"tl.layout_cost_model": "io-aware"}  # else float32 tiles decide how wide 16-bit loads are
     return Kernel(build(text, name), tuple(o.param for o in operands), text, passes)
+
+
+def header(config: Config, dialect: Dialect) -> str:
+    return dialect.header() + more_header(config, dialect) + fetch_header(config, dialect)
 
 
 def written(stages: tuple, config: Config, dialect: Dialect) -> list:
@@ -155,5 +204,11 @@ def _written(stage: Rows, config: Config, dialect: Dialect) -> str:
     if dialect.cpu:
         fits = 4 * stage.columns * max(1, len(kept)) <= CPU_BUFFER_BYTES
         return CpuRows(stage, kept if fits else [], dialect, config).body()
-    writer = Strips if is_striped(stage, config) else CudaRows
-    return writer(stage, kept, dialect, config).body()
+    return writer(stage, config)(stage, kept, dialect, config).body()
+
+
+def writer(stage: Rows, config: Config) -> type:
+    """Of a stage's CUDA source."""
+    if not is_striped(stage, config):
+        return Turns if config.get("grid") else CudaRows
+    return Stash if config.get("stash") else Strips

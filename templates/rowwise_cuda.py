@@ -50,10 +50,7 @@ class CudaRows(Passes):
 
     def body(self) -> str:
         self.cells = Cells("k", self.tile, self.place, self.dialect)
-        lines: list = []
-        if self.whole:
-            for o in self.full_inputs():
-                lines += self._load(o, self._whole_span())
+        lines = self._ahead()
         known: dict = {}
         for level in range(self.rows.last_level + 1):
             lines += self._row_stage(level, known)
@@ -67,7 +64,15 @@ class CudaRows(Passes):
         start = [*flat(self.space.parameters, self.dialect), *self._tiles(), *self.cells.lines()]
         if blocks := self.config.get("blocks"):
             start.insert(0, f"T.annotate_min_blocks_per_sm({blocks})")
+        return self._frame(start, lines)
+
+    def _frame(self, start: list, lines: list) -> str:
+        """The kernel, from what each block does once and what it does with its rows."""
         return indent([self.launch], 1) + indent([*start, *lines], 2)
+
+    def _ahead(self) -> list:
+        """Lines that ask for what of a row is kept, before anything waits."""
+        return [line for o in self.full_inputs() for line in self._load(o, self._whole_span())] if self.whole else []
 
     def _later(self, level: int) -> list:
         """Reductions over all of a row."""
@@ -157,11 +162,15 @@ class CudaRows(Passes):
 
     def _global(self, o, span: Span) -> str:
         element = self._element(o, span)
+        test = self._there(o, span)
+        return f"T.if_then_else({test}, {element}, T.{buffer_dtype(o, self.dialect)}(0))" if test else element
+
+    def _there(self, o, span: Span) -> str:
+        """The test whether an element may be read; none where all may."""
         flat = self.slant and o.name in self.slant.operands
         if not span.inside or (flat and "<" not in span.inside):
-            return element
-        test = self.slant.in_reach(span) if flat else span.inside
-        return f"T.if_then_else({test}, {element}, T.{buffer_dtype(o, self.dialect)}(0))"
+            return ""
+        return self.slant.in_reach(span) if flat else span.inside
 
     def _step(self, level: int, known: dict, span: Span, load: bool, only: list | None = None) -> list:
         """One tile's worth of a pass; `only`: of these reductions alone, started here."""

@@ -12,7 +12,24 @@ from collections.abc import Iterator
 from fusescout.templates.dialect import Dialect
 from fusescout.templates.rows import Rows
 from fusescout.templates.rowwise_cuda import CudaRows
+from fusescout.templates.rowwise_spans import Span
 
+PART = '''
+PRELUDE += r"""
+static __forceinline__ __device__ float fs_part(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
+}
+"""
+
+
+def part(x):  # of a sum, whose rounding is larger
+    return T.call_pure_extern("float32", "fs_part", x)
+'''
+PART_ON_CPU = """
+part = exp
+"""
 AGAIN = '''
 PRELUDE += r"""
 static __forceinline__ __device__ float fs_again(float x) { asm volatile("" : "+f"(x)); return x; }
@@ -41,14 +58,16 @@ def is_striped(rows: Rows, config: dict) -> bool:
 
 
 def more_header(config: dict, dialect: Dialect) -> str:
-    """What the text of a kernel that holds its rows needs besides the dialect's header.
+    """What the text of a kernel of strips needs besides the dialect's header.
 
-    The compiler would keep what the first pass made of an element for the second, in twice the registers, and spill:
-    `again` hides from it that the element is still the same.
+    Exact exponentials take twice the instructions of all else, and there is no time for them. The compiler would keep
+    what the first pass made of a held element for the second, in twice the registers, and spill: `again` hides from it
+    that the element is still the same.
     """
-    if not config.get("held"):
+    if not config.get("strip"):
         return ""
-    return AGAIN_ON_CPU if dialect.cpu else AGAIN
+    held = (AGAIN_ON_CPU if dialect.cpu else AGAIN) if config.get("held") else ""
+    return (PART_ON_CPU if dialect.cpu else PART) + held
 
 
 class Strips(CudaRows):
@@ -81,18 +100,26 @@ class Strips(CudaRows):
             self.chunk = chunk
             yield chunk
 
+    def _ahead(self) -> list:
+        if not self.held:
+            return []
+        inputs = self.full_inputs()
+        return [line for k in self._each_chunk() for o in inputs for line in self._load(o, self._chunk_span(k))]
+
     def _walk(self, level: int, known: dict) -> list:
         if not self.held or not self._has_work(level):
             return super()._walk(level, known)
-        lines, spans = [], []
+        lines = self._starts(level)
         for k in self._each_chunk():
-            spot = f"({k * self.width} + {self.spot})"
-            spans.append(self._span(spot, k == 0, k == self.chunks - 1))
-            lines += [line for o in self.full_inputs() if level == 0 for line in self._load(o, spans[k])]
-        lines += self._starts(level)
-        for k in self._each_chunk():
-            lines += self._step(level, known, spans[k], load=False)
+            lines += [*self._bring(level), *self._step(level, known, self._chunk_span(k), load=False)]
         return lines
+
+    def _chunk_span(self, k: int) -> Span:
+        return self._span(f"({k * self.width} + {self.spot})", k == 0, k == self.chunks - 1)
+
+    def _bring(self, level: int) -> list:
+        """Lines in front of a chunk of a pass."""
+        return []
 
     def _partial_tiles(self) -> list:
         sums = [r.value for r in self.rows.reductions.values() if r.kind == "sumexp"]
@@ -133,10 +160,10 @@ class Strips(CudaRows):
                 f"T.reduce_max({u}, {n}, dim=2)",
                 self.lane,
                 f"    {n}[i, p] = T.max({n}[i, p], {top}[i, p])",  # it may drop NaN: the sum keeps it
-                f"    {t}[i, p] = {t}[i, p] * exp({top}[i, p] - {n}[i, p])",
+                f"    {t}[i, p] = {t}[i, p] * part({top}[i, p] - {n}[i, p])",
                 f"    {top}[i, p] = {n}[i, p]",
                 self.loop,
-                f"    {u}[{self.place}] = exp({u}[{self.place}] - {top}[i, p])",
+                f"    {u}[{self.place}] = part({u}[{self.place}] - {top}[i, p])",
                 f"T.reduce_sum({u}, {t}, dim=2, clear=False)",
             ]
         return lines
@@ -144,5 +171,5 @@ class Strips(CudaRows):
     def _total(self, r) -> list:
         lines, name = [], "max" if r.kind == "max" else "sum"
         if r.kind == "sumexp":
-            lines += [self.lane, f"    t{r.value}[i, p] = t{r.value}[i, p] * exp(t{r.top}[i, p] - s{r.top}[i])"]
+            lines += [self.lane, f"    t{r.value}[i, p] = t{r.value}[i, p] * part(t{r.top}[i, p] - s{r.top}[i])"]
         return [*lines, f"T.reduce_{name}(t{r.value}, s{r.value}, dim=1)"]

@@ -40,6 +40,12 @@ def report(case, dtype, which=0):
     return cubin_report(template.kernel(graph, template.configs(graph, HOPPER)[which], HOPPER))
 
 
+def report_of(case, chosen):
+    """Of the first configuration of the row template that is `chosen`."""
+    graph, template = case.traced(dtype=torch.bfloat16)[0], TEMPLATES["rowwise"]
+    return cubin_report(template.kernel(graph, next(filter(chosen, template.configs(graph, HOPPER))), HOPPER))
+
+
 @pytest.mark.parametrize("case", [c for c in SHAPES if c.name in CHOSEN], ids=lambda c: c.name)
 def test_assembles_without_spills(case):
     found = report(case, torch.bfloat16)
@@ -64,10 +70,26 @@ def test_an_operand_that_every_vector_repeats_is_gathered(dtype):
 @pytest.mark.parametrize("columns", [50257, 128256])
 def test_rows_too_wide_for_registers_are_walked_in_chunks_of_vectors_at_any_address(columns):
     wide = Case("vocabulary", "rowwise", lambda x: x.log_softmax(-1), lambda: (randn(4, columns),))
-    found = report(wide, torch.bfloat16, int(columns == 50257))  # its first configuration holds rows in registers
+    found = report_of(wide, lambda c: c.get("unroll"))
     assert "for (int k = 0;" in found.source
     assert found.source.count("(uint4*)(in0 +") >= 4  # both passes, in the loop and around it
     assert found.source.count("max(n2[") == 2 * (2 + (columns == 50257))  # one maximum a thread and chunk
+    assert found.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("columns", [50257, 128256])
+def test_wide_rows_in_shared_memory_are_copied_in_vectors_that_each_thread_takes_itself(columns):
+    wide = Case("vocabulary", "rowwise", lambda x: x.log_softmax(-1), lambda: (randn(4, columns),))
+    found = report_of(wide, lambda c: c.get("stash"))
+    assert found.source.count("  fs_fetch(") == (13 if columns == 50257 else 14)
+    assert found.source.count("  fs_arrived<") == found.source.count("  fs_fetch(")
+    assert found.spilled_bytes == 0
+
+
+def test_blocks_that_stay_ask_for_the_next_row_first():
+    case = Case("norm", "rowwise", lambda x: torch.nn.functional.layer_norm(x, (3000,)), lambda: (randn(8192, 3000),))
+    found = report_of(case, lambda c: c.get("grid"))
+    assert found.source.index("for (int turn") < found.source.rindex("(uint4*)(in0 +") < found.source.index("AllReduce")
     assert found.spilled_bytes == 0
 
 

@@ -5,14 +5,11 @@ Sums are then added up one by one, so only large errors are looked for here: ind
 
 import pytest
 import torch
+from fusescout.templates import rowwise
 from fusescout.templates.body import signature
 from fusescout.templates.dialect import Dialect
 from fusescout.templates.rows import read
-from fusescout.templates.rowwise_cuda import CudaRows
 from fusescout.templates.rowwise_passes import crossing
-from fusescout.templates.rowwise_strips import Strips
-from fusescout.templates.rowwise_strips import is_striped
-from fusescout.templates.rowwise_strips import more_header
 from fusescout.templates.source import build
 from row_cases import ROWS
 from row_cases import targets
@@ -38,13 +35,13 @@ def kernel(graph, config):
     stages = read(graph, config["width"] < read(graph, False, True)[0].columns, True)
     single = {"threads": 1, "width": 64, "rows": 1, "keep": False}
     bodies = [
-        (Strips if is_striped(s, c) else CudaRows)(s, crossing(s) if c["keep"] else [], dialect, c).body()
+        rowwise.writer(s, c)(s, crossing(s) if c["keep"] else [], dialect, c).body()
         for s, c in zip(stages, (config, single), strict=False)
     ]
     operands = {o.buffer: o for s in stages for o in s.space.operands}.values()
     operands = tuple(sorted(operands, key=lambda o: ["input", "scratch", "output"].index(o.role)))
     name = f"fs_test_{graph.key[:8]}_{config['width']}_{config['rows']}"
-    text = dialect.header() + more_header(config, dialect) + signature(name, operands, dialect) + "\n".join(bodies)
+    text = rowwise.header(config, dialect) + signature(name, operands, dialect) + "\n".join(bodies)
     return Kernel(build(text, name), tuple(o.param for o in operands), text, dialect.pass_configs)
 
 
@@ -119,12 +116,27 @@ def test_values_that_are_not_kept_are_computed_again(folder):
     conform(KNOWN["layer_norm"], 768, 1, folder, keep=False)
 
 
-@pytest.mark.parametrize("held", [True, False])
+KEPT = {
+    "loop": {},
+    "registers": {"held": True},
+    "shared": {"held": True, "stash": 9},
+    "both": {"held": True, "stash": 2},
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize(
     "case", [WALKED[0], WALKED[2], *SLANTED[:2]], ids=lambda c: f"{c.name} {c.inputs()[0].shape[1]}"
 )
-def test_strips_of_one_thread(case, held, folder):
+def test_strips_of_one_thread(case, kept, folder):
     """Rows between vectors hold what is in front of them and behind: neither may be seen."""
-    source = conform(case, 64, 1, folder, keep=False, strip=4, held=held)
+    source = conform(case, 64, 1, folder, keep=False, strip=4, **KEPT[kept])
     assert "dim=2" in source
-    assert ("in0_r3" in source) == held
+    assert ("in0_r3" in source) == (kept in ("registers", "both"))
+    assert ("in0_s[192 +" in source) == (kept == "shared")
+
+
+@pytest.mark.parametrize("name", ["masked_softmax", "layer_norm", "add_rms_norm"])
+def test_row_after_row(name, folder):
+    case = KNOWN[name]
+    assert "for turn in" in conform(case, -(-case.inputs()[0].shape[-1] // 8) * 8, 1, folder, grid=7)

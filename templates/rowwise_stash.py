@@ -1,0 +1,105 @@
+"""Walks whose rows stay in shared memory between passes, on CUDA.
+
+All of a row is asked for at once by copies that run beside the computation and need no registers; each pass then takes
+it chunk by chunk, the first one as it arrives. What shared memory has no room for is held in registers. A block reads
+its row from memory once, and the blocks of a multiprocessor have nearly all of that memory's size under way.
+"""
+
+from fusescout.templates.body import buffer_dtype
+from fusescout.templates.dialect import Dialect
+from fusescout.templates.rows import Rows
+from fusescout.templates.rowwise_spans import Slant
+from fusescout.templates.rowwise_spans import Span
+from fusescout.templates.rowwise_strips import Strips
+
+from fusescout.ir import DTYPE_BYTES
+
+FETCH = '''
+PRELUDE += r"""
+FS void fs_fetch(void* to, const void* from, bool there) {
+  unsigned place = (unsigned)__cvta_generic_to_shared(to);
+  int bytes = there ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(place), "l"(from), "r"(bytes) : "memory");
+}
+FS void fs_fetched() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int later> FS void fs_arrived() { asm volatile("cp.async.wait_group %0;" :: "n"(later) : "memory"); }
+"""
+
+
+def fetch(to, source, there):
+    return T.call_extern("handle", "fs_fetch", T.address_of(to), T.address_of(source), there)
+'''
+VECTOR_BYTES = 16
+SHARED_BYTES = 227 << 10
+"""Of a multiprocessor; a block takes `BLOCK_BYTES` besides its row."""
+BLOCK_BYTES = 3 << 10
+
+
+def room(blocks: int, width: int, itemsize: int) -> int:
+    """Chunks that each block can keep if so many share a multiprocessor."""
+    return (SHARED_BYTES // blocks - BLOCK_BYTES) // (width * itemsize)
+
+
+def fetch_header(config: dict, dialect: Dialect) -> str:
+    return FETCH if config.get("stash") and not dialect.cpu else ""
+
+
+def can_stash(rows: Rows, width: int) -> bool:
+    """Whether all that a row reads element by element is one tensor's vectors of 16 bytes."""
+    space = rows.space
+    wide = [o for o in space.inputs if not space.per_row(o)]
+    if len(wide) != 1:
+        return False
+    slant = Slant(space, rows.columns, "0")
+    whole = rows.columns % slant.vector == 0 or slant.fits(width)
+    return wide[0].name in slant.operands and slant.vector * DTYPE_BYTES[wide[0].dtype] == VECTOR_BYTES and whole
+
+
+class Stash(Strips):
+    """The first `stash` chunks of a row are kept in shared memory, the rest in registers."""
+
+    @property
+    def _stashed(self) -> bool:
+        return self.chunk < self.config["stash"]
+
+    def _staged(self, o) -> str:
+        return f"{o.name}_r" if self._stashed else super()._staged(o)
+
+    def _kept(self, element: str, level: int) -> str:
+        return element if self._stashed else super()._kept(element, level)
+
+    def _input_tiles(self) -> list:
+        return list(dict.fromkeys(super()._input_tiles()))
+
+    def _tiles(self) -> list:
+        count = min(self.config["stash"], self.chunks) * self.width
+        stages = [(o, self.dialect.stage((count,), buffer_dtype(o, self.dialect))) for o in self.full_inputs()]
+        return [*super()._tiles(), *(f"{o.name}_s = {stage}" for o, stage in stages)]
+
+    def _load(self, o, span: Span) -> list:
+        if not self._stashed:
+            return super()._load(o, span)
+        start = self.chunk * self.width
+        if self.dialect.cpu:
+            return [self.loop, f"    {o.name}_s[{start} + {self.spot}] = {self._global(o, span)}"]
+        strip = self.config["strip"]
+        spot = f"({start} + p * {strip})"
+        first = self._span(spot, self.chunk == 0, self.chunk == self.chunks - 1)
+        there = self._there(o, first) or "T.bool(True)"
+        place = f"{o.name}_s[{start} + p * {strip}]"
+        return [self.lane, f"    fetch({place}, {self._element(o, first)}, {there})", self._call("fetched")]
+
+    def _bring(self, level: int) -> list:
+        if not self._stashed:
+            return []
+        lines = []
+        if level == 0 and not self.dialect.cpu:
+            later = min(self.config["stash"], self.chunks) - 1 - self.chunk
+            lines += [self._call(f"arrived<{later}>"), *["T.sync_threads()"] * self.config.get("sync", True)]
+        start = self.chunk * self.width
+        for o in self.full_inputs():
+            lines += [self.loop, f"    {o.name}_r[{self.place}] = {o.name}_s[{start} + {self.spot}]"]
+        return lines
+
+    def _call(self, name: str) -> str:
+        return f'T.call_extern("handle", "fs_{name}")'
