@@ -151,9 +151,19 @@ STRIPED = (
     (13, 28996), (1, 119547),
 )  # fmt: skip
 HELD = (
-    (100, 20011), (9, 50257), (4, 32000), (200, 32768), (150, 9001), (1, 65521), (170, 8200), (5, 30522), (130, 24571),
+    (100, 20011), (9, 30257), (4, 32000), (200, 32768), (150, 9001), (1, 65521), (170, 8200), (5, 30522), (130, 24571),
     (2, 50304), (33, 12289), (140, 16384), (1, 31999), (64, 10007), (3, 49408), (11, 40961), (2, 20480), (135, 33333),
-    (13, 28996), (1, 60001),
+    (13, 28996), (1, 30001),
+)  # fmt: skip
+SHARED = (
+    (100, 20016), (9, 50257), (4, 32000), (200, 32768), (150, 12001), (1, 40001), (170, 16392), (5, 30522),
+    (130, 24001), (2, 50304), (33, 12289), (140, 16384), (1, 31999), (64, 18007), (3, 49408), (11, 40961), (2, 20480),
+    (135, 33333), (13, 28996), (1, 45001),
+)  # fmt: skip
+MANY = (
+    (12700, 512), (13001, 768), (14000, 248), (6007, 3000), (20011, 512), (12801, 1024), (9001, 2048), (16001, 504),
+    (15000, 760), (4001, 5120), (13100, 1016), (40000, 256), (8003, 1536), (12700, 1000), (30001, 512), (5003, 4096),
+    (7001, 3072), (12711, 1280), (25000, 488), (6400, 2040),
 )  # fmt: skip
 BESIDE = (
     (2, 19, 6, 8), (7, 33, 5), (9, 33, 40), (2, 32, 64, 64), (1, 3, 7, 11), (3, 128, 129), (2, 255, 99), (5, 2, 640),
@@ -175,6 +185,8 @@ ROW_SHAPES = (
     *rows("several rows a block", {"rows": lambda n: n > 1, "vector": None}, ROWS, SEVERAL),
     *rows("softmax in strips", {"strip": bool, "held": None}, STRIPS, STRIPED),
     *rows("softmax held in registers", {"held": True, "stash": None}, STRIPS[:3], HELD),
+    *rows("softmax kept in shared memory", {"stash": bool}, STRIPS[:3], SHARED),
+    *rows("row after row", {"grid": bool}, (layer_norm, softmax, add_rms_norm, masked_softmax, llama_norm), MANY),
     *rows("walked rows", {"keep": False, "strip": None, "blocks": bool}, WALKS, WALKED),
     *rows("rows side by side", {"vector": 1}, ACROSS, BESIDE),
     *rows("rows side by side in vectors", {"vector": lambda v: (v or 0) > 1}, ACROSS[:3], WIDE_BESIDE),
