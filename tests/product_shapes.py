@@ -107,7 +107,7 @@ def shared(group: str, wants: dict[str, Any], table: tuple[Any, ...]) -> Iterato
 
 
 def heads(schedule: str) -> Iterator[Shape]:
-    group, least = f"head {schedule}", {"coop": (65, 0), "roles": (65, 72)}.get(schedule, (64, 0))
+    group, least = f"vocabulary {schedule}", {"coop": (65, 0), "roles": (65, 72)}.get(schedule, (64, 0))
     for number, (dtype, (*m, classes, k)) in enumerate(zip(cycle(HALVES), HEADS)):
         m, k = [max(m[0], least[0])] if len(m) == 1 else m, max(k, least[1])
         rows = torch.Size(m).numel()
@@ -148,7 +148,7 @@ SHARED_INPUT = (
     *shared("shared dots", {"schedule": "vector"}, SHARED_DOTS),
 )
 FLOAT32 = (
-    *float32("float32 planes prepared", {"weight": "prepared"}),
-    *float32("float32 planes in each call", {"weight": None}),
+    *float32("planes prepared", {"weight": "prepared"}),
+    *float32("planes in each call", {"weight": None}),
 )
 LOSSES = tuple(shape for schedule in ("coop", "pingpong", "auto", "roles") for shape in heads(schedule))
