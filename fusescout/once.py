@@ -39,13 +39,13 @@ from fusescout.flops import op_name
 from fusescout.hoisting import TABLE
 from fusescout.hoisting import Hoisted
 from fusescout.hoisting import lift
+from fusescout.read_through import read_through_copies
 
 MARGIN_BYTES = 64 << 20
 """A kept value may be larger than what it is made of only up to this size, and all of a graph's kept values together
 larger than its parameters and buffers only by this: a bias that is broadcast to gigabytes is made in every call."""
 REPEATED = frozenset({"to", "_to_copy", "type_as", "contiguous", "clone"})
 """Casts and copies: one of a value serves all its readers. Under autocast each of q, k and v casts the same input."""
-COPIES = frozenset({"clone", "contiguous"})
 FILL_VALUES = {"ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0, "full_like": None, "new_full": None}
 """Fills that take their sizes from a tensor, and with what; None where the last argument says it."""
 SIZED = frozenset({"slice", "narrow", "expand", "broadcast_to", "repeat", "tile"})
@@ -90,7 +90,7 @@ def compute_once(module: fx.GraphModule) -> Once:
     _spell_out_fills(module)
     before = _count(module)
     _merge(module)
-    _read_through_copies(module)
+    read_through_copies(module)
     known = settled(module)
     chosen = _Choice(module, known)
     exposed = [n for n in chosen.kept if memory(n) & chosen.exposed]
@@ -224,29 +224,6 @@ def _merge(module: fx.GraphModule) -> None:
         if first is not node:
             node.replace_all_uses_with(first)
             module.graph.erase_node(node)
-
-
-def _read_through_copies(module: fx.GraphModule) -> None:
-    """Let readers of a copy read what it is a copy of, in place, where nothing writes to either and nobody gets it.
-
-    Models clone what they add again later, in fear of operators that write.
-    """
-    written = written_memory(module)
-    exposed = {m for source in module.graph.output_node().all_input_nodes for m in memory(source)}
-    for node in module.graph.nodes:
-        if op_name(target_name(node)) not in COPIES or not is_pure(node) or records(node):
-            continue
-        source = node.args[0]
-        old, new = source.meta["val"], node.meta["val"]
-        if memory(node) & (exposed | written) or memory(source) & written or old.requires_grad:
-            continue
-        if (old.storage_offset(), old.stride(), old.dtype) == (0, new.stride(), new.dtype):
-            views = [n for n in module.graph.nodes if n is not node and memory(n) & memory(node)]
-            node.replace_all_uses_with(source)
-            with torch.no_grad():
-                for view in views:  # they share another tensor's memory now
-                    args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: n.meta["val"])
-                    view.meta["val"] = view.target(*args, **kwargs)
 
 
 def _key(value: Any) -> Hashable:

@@ -329,6 +329,32 @@ def test_a_copy_is_left_out_unless_somebody_writes_or_gets_it() -> None:
             assert handle.counters.computed_once == (copies == 0)
 
 
+def test_reductions_of_one_element_are_left_out() -> None:
+    def forward(m: Model, x: Tensor) -> Tensor:
+        total = m.linear(x).sum(-1, keepdim=True).clamp(-1, 1)
+        most = total.max(-1, keepdim=True)[0].mean(-1, True)
+        return most.logsumexp(-1, True).logsumexp(-1, True)
+
+    def needed(m: Model, x: Tensor) -> tuple[Tensor, ...]:
+        total = x.sum(-1, keepdim=True)
+        return total, total.logsumexp(-1, True), total.max(-1, True)[1], total.sum(-1), total.view(2, -1).amax(-1, True)
+
+    kept = ["sum", "logsumexp", "max", "getitem", "getitem", "sum", "view", "amax"]
+    for function, operators in ((forward, ["linear", "sum", "clamp"]), (needed, kept)):
+        model = Model(function).eval()
+        with torch.no_grad():
+            (graph,) = precompute(capture(build(model, (X,))))[0].graphs
+            assert [n.op for n in graph.graph.nodes if n.is_op] == operators
+            for special in (1.0, torch.inf, -torch.inf, torch.nan):
+                x = X.clone()
+                x[0, 0] = special
+                given = [x if value.shape == x.shape else value for value in graph.inputs]
+                made, true = tensors(graph.module(*given)), tensors(model(x))
+                assert all(map(lambda a, b: torch.equal(a.nan_to_num(9), b.nan_to_num(9)), made, true))
+            with applied(model, X):
+                check(model, X)
+
+
 def test_chains_are_found_where_the_analysis_found_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(lambda m, x: rotary(m, F.gelu(m.normed(x)) * m.frequencies.exp().sum())).eval()
     monkeypatch.setattr(patched_models, "capture", lambda workload: precompute(capture(workload))[0])
