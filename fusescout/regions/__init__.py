@@ -79,7 +79,7 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
         if node.op in CONVOLUTIONS and node.is_op and isinstance(node.out, TensorSpec):
             for names in _behind_convolution(flow, node):
                 add("conv_epilogue", names)
-    for family, names in find_sums(graph):
+    for family, names in find_sums(flow):
         add(family, names)
     rows, points = find_rows(flow), [*_pointwise(flow), *find_pieces(flow)]
     for family, regions in (("rowwise", rows), ("pointwise", points)):

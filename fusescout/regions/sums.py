@@ -1,7 +1,13 @@
-"""Finds linears and convolutions whose results are only summed up: the sum can be taken before (`sums.py`)."""
+"""Finds linears and convolutions whose results are only summed up: the sum can be taken before (`sums.py`).
+
+What is left of a linear's columns is a row's reduction of its input, so what follows in the shape of a sum or of that
+input, as a residual is, can be computed beside it.
+"""
 
 from __future__ import annotations
 
+from fusescout.flow import Flow
+from fusescout.flow import grow
 from fusescout.ir import Graph
 from fusescout.ir import Node
 from fusescout.ir import TensorSpec
@@ -13,16 +19,31 @@ from fusescout.sums import fits
 from fusescout.sums import total
 
 
-def find_sums(graph: Graph) -> list[tuple[str, set[str]]]:
-    """Family and nodes: a product, factors and summands of its columns or channels behind it, and the sum."""
-    found = []
+def find_sums(flow: Flow) -> list[tuple[str, set[str]]]:
+    """Family and nodes: a product, factors and summands of its columns or channels behind it, and the sum.
+
+    Behind a linear's the same also with everything pointwise that follows.
+    """
+    graph, found = flow.graph, []
     for node in graph.nodes:
         if node.op not in PRODUCTS or not node.is_op or not isinstance(node.out, TensorSpec):
             continue
         names = _to_sum(graph, node)
         if names:
             found.append(("gemm_epilogue" if node.op == "linear" else "conv_epilogue", names))
+        if names and node.op == "linear" and (more := _with_followers(flow, node, names)) != names:
+            found.append(("gemm_epilogue", more))
     return found
+
+
+def _with_followers(flow: Flow, linear: Node, names: set[str]) -> set[str]:
+    """With what is pointwise in the shape of the sum or of the linear's input, as far as one value leaves it."""
+    (end,) = flow.graph.escapes(names)
+    shapes = {shape_of(flow.graph.by_name[end]), shape_of(flow.graph.by_name[linear.inputs[0]])}
+    whole = grow(flow, names, lambda n: is_pointwise(n) and shape_of(n) in shapes, backward=False)
+    while len(flow.graph.escapes(whole)) > 1:
+        whole.discard(next(n.name for n in reversed(flow.graph.nodes) if n.name in whole))
+    return whole
 
 
 def _to_sum(graph: Graph, product: Node) -> set[str]:

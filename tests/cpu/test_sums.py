@@ -44,6 +44,7 @@ def test_a_sum_taken_before_the_product_is_right_also_for_infinities(name: str, 
     [
         ("columns, scaled", torch.bfloat16),
         ("many columns, less a row", torch.bfloat16),
+        ("columns, and the input again", torch.float32),
         ("columns of a wide input", torch.float32),
     ],
 )
@@ -73,12 +74,14 @@ def test_a_product_that_is_only_added_up_is_found_and_not_bound_by_its_operation
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             pooled = F.adaptive_avg_pool2d(self.norm(self.conv(x) * 2), 1).flatten(1)
-            return torch.relu((self.head(torch.relu(pooled)) - self.shift).mean(1))
+            pooled = torch.relu(pooled)
+            return torch.relu((self.head(pooled) - self.shift).mean(1, keepdim=True)) + pooled
 
     (captured,) = capture(Workload(Model().eval(), (torch.randn(2, 4, 9, 9),))).graphs
     found = [captured.graph.subgraph(r.nodes)[0] for r in find_regions(captured.graph)]
     chains = [g.chain for g in found if is_summed(g)]
     assert ("linear", "sub", "mean") in chains
+    assert ("linear", "sub", "mean", "relu", "add") in chains
     assert ("conv_transpose2d", "mul", "batch_norm", "adaptive_avg_pool2d") in chains
     device = Device("cuda", "H", "sm_90a", 132, 4e12, {"float32": 5e13}, 4.0, 50 << 20)
     for graph in found:
