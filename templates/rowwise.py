@@ -2,9 +2,9 @@
 
 One pass per level of reductions. On CUDA a block holds its rows in registers from the first load to the last store, or
 stays and takes one row after the other; rows too wide for that are read again in each pass, chunk by chunk, with few
-passes, or lie in shared memory meanwhile. Where neighbouring rows lie side
-by side in memory, as channels do, a block takes many and reads across them. On the CPU each thread walks rows of its
-own, with 32 partial results side by side, so that the compiler vectorises sums without being allowed to reorder them.
+passes, or lie in shared memory meanwhile. Where neighbouring rows lie side by side in memory, as channels do, a block
+takes many and reads across them. On the CPU each thread walks rows of its own, with 32 partial results side by side, so
+that the compiler vectorises sums without being allowed to reorder them.
 """
 
 import math
@@ -138,7 +138,7 @@ def _stashed(stage: Rows, vector: int) -> list:
         if width >= stage.columns or not can_stash(stage, width):
             continue
         chunks = -(-(stage.columns + (vector - 1) * (stage.columns % vector != 0)) // width)
-        kept = min(chunks, room(blocks, width, 16 // vector))
+        kept = min(chunks, room(threads, blocks, width * 16 // vector))
         if (chunks - kept) * steps <= 4:
             config = _config(threads, width, 1, False) | {"strip": vector, "held": True, "blocks": blocks}
             found.append(((chunks - kept) * steps, config | {"stash": kept}))

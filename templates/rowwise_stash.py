@@ -30,14 +30,13 @@ def fetch(to, source, there):
     return T.call_extern("handle", "fs_fetch", T.address_of(to), T.address_of(source), there)
 '''
 VECTOR_BYTES = 16
-SHARED_BYTES = 227 << 10
-"""Of a multiprocessor; a block takes `BLOCK_BYTES` besides its row."""
-BLOCK_BYTES = 3 << 10
+SHARED_BYTES, BLOCK_BYTES, THREAD_BYTES = 228 << 10, 1 << 10, 8
+"""Shared memory of a multiprocessor; what a block takes for itself, and for each thread where reductions meet."""
 
 
-def room(blocks: int, width: int, itemsize: int) -> int:
+def room(threads: int, blocks: int, chunk_bytes: int) -> int:
     """Chunks that each block can keep if so many share a multiprocessor."""
-    return (SHARED_BYTES // blocks - BLOCK_BYTES) // (width * itemsize)
+    return (SHARED_BYTES // blocks - BLOCK_BYTES - threads * THREAD_BYTES) // chunk_bytes
 
 
 def fetch_header(config: dict, dialect: Dialect) -> str:
