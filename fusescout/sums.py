@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusescout.convolution import CONVOLUTIONS
+from fusescout.ir import Op
 from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
 
-PRODUCTS = frozenset({"linear", *CONVOLUTIONS})
+MATMULS = frozenset({"matmul", "mm"})
+"""With a parameter on the right they are a linear whose weight lies the other way round."""
+PRODUCTS = frozenset({"linear", *MATMULS, *CONVOLUTIONS})
+TURNS = frozenset({"t", "transpose", "permute", "numpy_T"})
 BETWEEN = frozenset({"add", "sub", "rsub", "mul", "div", "batch_norm"})
 POOLS = frozenset({"adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"})
 
@@ -47,7 +51,7 @@ def total(name: str, args: Sequence[Any], kwargs: Sequence[tuple[str, Any]], ran
 
 def fits(product: str, what: Total, rank: int) -> bool:
     """Whether the sum is over a linear's dimensions, or over pixels of a convolution alone."""
-    return product == "linear" or (what.dims[0] >= 2 and rank > 2)
+    return product not in CONVOLUTIONS or (what.dims[0] >= 2 and rank > 2)
 
 
 def following(graph: Subgraph, value: int) -> tuple[int, Total] | None:
@@ -61,12 +65,28 @@ def following(graph: Subgraph, value: int) -> tuple[int, Total] | None:
     return (users[0], what) if what else None
 
 
+def weight_of(graph: Subgraph, op: Op) -> tuple[int, bool] | None:
+    """The constant matrix that a matrix product multiplies rows by, and whether it lies as a linear's weight does."""
+    if len(op.inputs) != 2 or any(len(graph.tensor(i).shape) < 2 for i in op.inputs):
+        return None
+    weight, turn = op.inputs[1], graph.op_of(op.inputs[1])
+    spec, source = graph.tensor(weight), turn.inputs[0] if turn and turn.name in TURNS else weight
+    if len(spec.shape) != 2 or source >= len(graph.inputs) or not graph.inputs[source].constant:
+        return None
+    turned = source != weight
+    if turned and (graph.inputs[source].shape, graph.inputs[source].stride) != (spec.shape[::-1], spec.stride[::-1]):
+        return None
+    return source, turned
+
+
 def is_summed(graph: Subgraph) -> bool:
     """Whether each product of a sub-graph is only summed up, so that nobody has to compute it."""
     found = False
     for value, op in enumerate(graph.ops, len(graph.inputs)):
         if op.name not in PRODUCTS:
             continue
+        if op.name in MATMULS and weight_of(graph, op) is None:
+            return False
         rank, last = len(graph.tensor(value).shape), value
         while (users := graph.users(last)) and len(users) == 1 and last not in graph.outputs:
             if graph.ops[users[0] - len(graph.inputs)].name not in BETWEEN:

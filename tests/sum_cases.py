@@ -18,6 +18,9 @@ CASES = {
     "many columns, less a row": (
         lambda x, w, b, c: (F.linear(x, w, b) - c).mean(1, True), (64, 96), (2048, 96), (2048,), (2048,)
     ),
+    "columns of a matmul": (lambda x, w: (x @ w.t() / 2).sum(-1, keepdim=True) * 1.5, *ROWS[:2]),
+    "columns of a matmul, not turned": (lambda x, w: (3 - torch.mm(x, w)).sum(1), (16, 96), (96, 48)),
+    "rows of a matmul": (lambda x, w: (x @ w).mean(1), (4, 16, 96), (96, 48)),
     "columns, and the input again": (lambda x, w, b: F.gelu(F.linear(x, w, b).mean(2, True)) + x, *ROWS),
     "columns of a wide input": (lambda x, w, b: F.linear(x, w, b).mean(1, True), (16, 1100), (33, 1100), (33,)),
     "rows and columns": (lambda x, w, b: F.linear(x, w, b).mean((0, 1, 2)), *ROWS),

@@ -6,15 +6,19 @@ input, as a residual is, can be computed beside it.
 
 from __future__ import annotations
 
+from fusescout.convolution import CONVOLUTIONS
 from fusescout.flow import Flow
 from fusescout.flow import grow
 from fusescout.ir import Graph
 from fusescout.ir import Node
 from fusescout.ir import TensorSpec
+from fusescout.ir import refs
 from fusescout.nodekinds import is_pointwise
 from fusescout.nodekinds import shape_of
 from fusescout.sums import BETWEEN
+from fusescout.sums import MATMULS
 from fusescout.sums import PRODUCTS
+from fusescout.sums import TURNS
 from fusescout.sums import fits
 from fusescout.sums import total
 
@@ -29,9 +33,10 @@ def find_sums(flow: Flow) -> list[tuple[str, set[str]]]:
         if node.op not in PRODUCTS or not node.is_op or not isinstance(node.out, TensorSpec):
             continue
         names = _to_sum(graph, node)
-        if names:
-            found.append(("gemm_epilogue" if node.op == "linear" else "conv_epilogue", names))
-        if names and node.op == "linear" and (more := _with_followers(flow, node, names)) != names:
+        if not names:
+            continue
+        found.append(("conv_epilogue" if node.op in CONVOLUTIONS else "gemm_epilogue", names))
+        if node.op not in CONVOLUTIONS and (more := _with_followers(flow, node, names)) != names:
             found.append(("gemm_epilogue", more))
     return found
 
@@ -39,7 +44,7 @@ def find_sums(flow: Flow) -> list[tuple[str, set[str]]]:
 def _with_followers(flow: Flow, linear: Node, names: set[str]) -> set[str]:
     """With what is pointwise in the shape of the sum or of the linear's input, as far as one value leaves it."""
     (end,) = flow.graph.escapes(names)
-    shapes = {shape_of(flow.graph.by_name[end]), shape_of(flow.graph.by_name[linear.inputs[0]])}
+    shapes = {shape_of(flow.graph.by_name[end]), shape_of(flow.graph.by_name[str(next(refs(linear.args[0])))])}
     whole = grow(flow, names, lambda n: is_pointwise(n) and shape_of(n) in shapes, backward=False)
     while len(flow.graph.escapes(whole)) > 1:
         whole.discard(next(n.name for n in reversed(flow.graph.nodes) if n.name in whole))
@@ -50,6 +55,13 @@ def _to_sum(graph: Graph, product: Node) -> set[str]:
     """The product and all up to the sum that alone reads it; nothing if something else comes first."""
     shape, names, last = shape_of(product), {product.name}, product
     assert shape is not None
+    if product.op in MATMULS:
+        weight = graph.by_name[product.inputs[-1]]
+        if weight.op in TURNS:  # a view of a parameter
+            names.add(weight.name)
+            weight = graph.by_name[weight.inputs[0]]
+        if not weight.is_parameter or len(product.inputs) != 2 or len(shape_of(weight) or ()) != 2:
+            return set()
     while len(graph.users[last.name]) == 1 and last.name not in graph.outputs:
         after = graph.by_name[graph.users[last.name][0]]
         what = total(after.op, after.args, after.kwargs, len(shape))
@@ -59,6 +71,7 @@ def _to_sum(graph: Graph, product: Node) -> set[str]:
             )
         others = [graph.by_name[i].out for i in after.inputs if i != last.name]
         small = all(isinstance(s, TensorSpec) and s.numel <= max(shape) for s in others)
+        small = small and not (others and product.op in MATMULS)
         if after.op not in BETWEEN or not is_pointwise(after) or shape_of(after) != shape or not small:
             return set()
         names.add(after.name)

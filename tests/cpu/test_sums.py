@@ -34,7 +34,8 @@ CPU = Device("cpu", "test", "x86", 1)
 def test_a_sum_taken_before_the_product_is_right_also_for_infinities(name: str, dtype: torch.dtype) -> None:
     graph, inputs = traced(name, dtype)
     steps = rewrites(graph, CPU)
-    assert steps[-1][0].split()[1:] == ["before", "linear" if graph.ops[0].name == "linear" else "convolution"]
+    linear = {op.name for op in graph.ops} & {"linear", "matmul", "mm"}
+    assert steps[-1][0].split()[1:] == ["before", "linear" if linear else "convolution"]
     built = Framework().build(graph, {"calls": [s[0] for s in steps]}, CPU)
     assert Verifier(graph, inputs, "cpu").check(built.run, "full").reason == ""
 
@@ -45,6 +46,7 @@ def test_a_sum_taken_before_the_product_is_right_also_for_infinities(name: str, 
         ("columns, scaled", torch.bfloat16),
         ("many columns, less a row", torch.bfloat16),
         ("columns, and the input again", torch.float32),
+        ("columns of a matmul", torch.bfloat16),
         ("columns of a wide input", torch.float32),
     ],
 )
@@ -108,3 +110,23 @@ def test_sums_that_need_the_product_are_left() -> None:
         graph = replace(graph, inputs=tuple(replace(s, constant=k == 1) for k, s in enumerate(graph.inputs)))
         assert not is_summed(graph)
         assert not [s for s, _ in rewrites(graph, CPU) if "before" in s]
+
+
+def test_a_matmul_with_a_parameter_is_a_linear_here() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turned, self.straight = nn.Parameter(torch.randn(32, 8)), nn.Parameter(torch.randn(8, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = (x @ self.turned.t() / 2).sum(1, keepdim=True) * 1.5
+            return first + (x @ self.straight).sum(1, keepdim=True) + (x @ x.T).sum(1, keepdim=True)
+
+    (captured,) = capture(Workload(Model().eval(), (torch.randn(16, 8),))).graphs
+    found = {captured.graph.subgraph(r.nodes)[0] for r in find_regions(captured.graph)}
+    summed = [g for g in found if is_summed(g)]
+    assert {g.chain[: g.chain.index("sum") + 1] for g in summed} >= {("t", "matmul", "div", "sum"), ("matmul", "sum")}
+    for graph in summed:
+        split_ = split(rewrites(graph, CPU)[-1][1])
+        assert split_
+        assert not {"matmul", "linear"} & {op.name for op in split_.steady.ops}

@@ -32,15 +32,19 @@ from fusescout.contenders.framework.surgery import Step
 from fusescout.contenders.framework.surgery import dense
 from fusescout.contenders.framework.surgery import numbered
 from fusescout.contenders.framework.surgery import splice
+from fusescout.contenders.framework.surgery import swapped
+from fusescout.convolution import CONVOLUTIONS
 from fusescout.convolution import Convolution
 from fusescout.ir import Const
 from fusescout.ir import Op
 from fusescout.ir import Ref
 from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
+from fusescout.sums import MATMULS
 from fusescout.sums import Total
 from fusescout.sums import fits
 from fusescout.sums import following
+from fusescout.sums import weight_of
 
 MOST_SUMS = 27
 """Different sets of pixels that are added up, a few launches each."""
@@ -52,23 +56,34 @@ Pixels = tuple[int, int, int]
 def summed(graph: Subgraph) -> Step | None:
     """The first linear or convolution with constant parameters that only a sum reads, or what is folded into it."""
     for value, op in numbered(graph):
-        read = read_product(graph, op)
+        read = _read(graph, op)
         if read is None or not all(is_constant(graph, p) for p in (read.weight, read.bias) if p is not None):
             continue
         chain = affine_chain(graph, value)
+        if op.name in MATMULS and any(len(graph.ops[v - len(graph.inputs)].inputs) > 1 for v in chain):
+            continue  # an infinite factor of a column is one of all its products: this is for numbers
         found = following(graph, chain[-1] if chain else value)
         if found is None or not fits(op.name, found[1], len(graph.tensor(value).shape)):
             continue
         if not is_foldable(graph, found[0], value, read) or not graph.tensor(found[0]).is_contiguous:
             continue
         write = _Writer(graph, value, read, chain, *found)
-        ops = write.linear() if op.name == "linear" else write.convolution()
+        convolves = op.name in CONVOLUTIONS
+        ops = write.convolution() if convolves else write.linear()
         if ops:
-            kind = "linear" if op.name == "linear" else "convolution"
+            kind = "convolution" if convolves else "linear"
             return f"{graph.ops[found[0] - len(graph.inputs)].name} before {kind}", splice(
                 graph, {value, *chain, found[0]}, found[0], ops
             )
     return None
+
+
+def _read(graph: Subgraph, op: Op) -> Convolution | None:
+    """Operands of a product; of a matrix product as a linear whose weight is transposed."""
+    if op.name not in MATMULS:
+        return read_product(graph, op)
+    found = weight_of(graph, op)
+    return Convolution(op.inputs[0], found[0], None, (), (), (), (), 1, not found[1]) if found else None
 
 
 def pixels_of(read: Convolution, k: int, x: Sequence[int], weight: Sequence[int], out: Sequence[int]) -> list[Pixels]:
@@ -113,11 +128,13 @@ class _Writer:
             sums = self._reduced(Ref(self.read.x), self.x.shape, "mean.dim" if self.what.mean else "sum.dim_IntList")
             times = 1 if self.what.mean else self.count
             weight = self._cast(self._nan_where_infinite(self.wide, self.weight), self.weight)
+            if self.read.transposed:
+                weight = self.emit("t.default", (weight,), swapped(dense(self.weight.shape, self.dtype)))
             bias = () if self.shift is None else (self._bias(self.shift, times),)
             made = self.emit("linear.default", (sums, weight, *bias), replace(self.out, dtype=self.dtype))
             return self._finished(made)
         rows, inner = self.count // self.made.shape[last], (self.x.shape[last],)
-        row = self.emit("sum.dim_IntList", (self.wide, (0,)), dense(inner, WIDE))
+        row = self.emit("sum.dim_IntList", (self.wide, (1 if self.read.transposed else 0,)), dense(inner, WIDE))
         if self.what.mean:
             row = self.emit("div.Scalar", (row, float(self.count)), dense(inner, WIDE))
         row = self._cast(row, dense(inner, WIDE))
