@@ -90,9 +90,12 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
         walks = [_config(t, t * vector * k, 1, False) | {"blocks": b} for t, k, b in steps if t * vector * k < columns]
         chosen = walks + chosen if columns > 32768 else chosen[:2] + walks + chosen[2:]
         if is_striped(read(graph, True, False)[0], {"strip": vector}):
-            strips = [w | {"strip": vector, "unroll": 2} for w in walks[:2]]
+            strips = [
+                w | {"strip": vector, "unroll": 2}
+                for w in (_config(256, 512 * vector, 1, False) | {"blocks": 4}, *walks[:2])
+            ]
             stashed, registers = _stashed(stage, vector), _held(columns, held, vector)
-            chosen = [*stashed[:2], *strips[:1], *registers, *strips[1:], *stashed[2:], *chosen]
+            chosen = [*stashed[:2], *strips[:2], *registers, *strips[2:], *stashed[2:], *chosen]
     return chosen
 
 
@@ -121,17 +124,20 @@ def _turns(stage: Rows, vector: int, device: Device) -> list:
         each = width // threads
         if stage.columns % vector or each > 40 or width > 1.25 * stage.columns:
             continue
-        registers = -(-(each * (1 + words) + 36) // 8) * 8
+        registers = -(-(each * (1 + words) * 1.125 + 32) // 8) * 8  # one block more spills: 69 % of the bound, not 85
         blocks = int(min(65536 // (threads * registers), 2048 // threads, 32))
         turns = -(-stage.rows // (blocks * device.cores))
         if turns >= 4:
             config = _config(threads, width, 1, True) | {"grid": -(-stage.rows // turns), "blocks": blocks}
-            found.append((abs(each - 24), config))
+            found.append((width / stage.columns * (1 + abs(each - 24) / 128), config))
     return [c for _, c in sorted(found, key=lambda f: f[0])]
 
 
 def _stashed(stage: Rows, vector: int) -> list:
-    """Walks whose rows stay in shared memory, and for up to 16 registers a thread outside."""
+    """Walks whose rows stay in shared memory, and for up to 24 registers a thread outside; many blocks first.
+
+    On an H200, cross entropy of 32000 classes is at 92 to 94 % of the bound with three blocks and at 83 with two.
+    """
     found = []
     for threads, steps, blocks in ((256, 2, 3), (512, 1, 3), (512, 1, 2), (256, 4, 2), (1024, 1, 1), (512, 2, 1)):
         width = threads * vector * steps
@@ -139,10 +145,10 @@ def _stashed(stage: Rows, vector: int) -> list:
             continue
         chunks = -(-(stage.columns + (vector - 1) * (stage.columns % vector != 0)) // width)
         kept = min(chunks, room(threads, blocks, width * 16 // vector))
-        if (chunks - kept) * steps <= 4:
+        if (chunks - kept) * steps <= 6:
             config = _config(threads, width, 1, False) | {"strip": vector, "held": True, "blocks": blocks}
-            found.append(((chunks - kept) * steps, config | {"stash": kept}))
-    return [c for _, c in sorted(found, key=lambda f: f[0])]
+            found.append((-blocks, (chunks - kept) * steps, config | {"stash": kept}))
+    return [c for _, _, c in sorted(found, key=lambda f: f[:2])]
 
 
 def _across(stage: Rows, vector: int) -> list:

@@ -16,9 +16,9 @@ from fusescout.ir import DTYPE_BYTES
 
 FETCH = '''
 PRELUDE += r"""
-FS void fs_fetch(void* to, const void* from, bool there) {
+FS void fs_fetch(void* to, const void* from, int bytes) {
   unsigned place = (unsigned)__cvta_generic_to_shared(to);
-  int bytes = there ? 16 : 0;
+  bytes = max(0, min(16, bytes));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(place), "l"(from), "r"(bytes) : "memory");
 }
 FS void fs_fetched() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -26,8 +26,8 @@ template <int later> FS void fs_arrived() { asm volatile("cp.async.wait_group %0
 """
 
 
-def fetch(to, source, there):
-    return T.call_extern("handle", "fs_fetch", T.address_of(to), T.address_of(source), there)
+def fetch(to, source, nbytes):
+    return T.call_extern("handle", "fs_fetch", T.address_of(to), T.address_of(source), nbytes)
 '''
 VECTOR_BYTES = 16
 SHARED_BYTES, BLOCK_BYTES, THREAD_BYTES = 228 << 10, 1 << 10, 8
@@ -84,9 +84,13 @@ class Stash(Strips):
         strip = self.config["strip"]
         spot = f"({start} + p * {strip})"
         first = self._span(spot, self.chunk == 0, self.chunk == self.chunks - 1)
-        there = self._there(o, first) or "T.bool(True)"
+        nbytes = self._left_bytes(o, first) if self._there(o, first) else VECTOR_BYTES
         place = f"{o.name}_s[{start} + p * {strip}]"
-        return [self.lane, f"    fetch({place}, {self._element(o, first)}, {there})", self._call("fetched")]
+        return [self.lane, f"    fetch({place}, {self._element(o, first)}, {nbytes})", self._call("fetched")]
+
+    def _left_bytes(self, o, first: Span) -> str:
+        """Of the row, from a vector's first element; the last row's last vector may reach beyond the tensor."""
+        return f"({self.columns} - {first.column}) * {DTYPE_BYTES[o.dtype]}"
 
     def _bring(self, level: int) -> list:
         if not self._stashed:
@@ -94,7 +98,7 @@ class Stash(Strips):
         lines = []
         if level == 0 and not self.dialect.cpu:
             later = min(self.config["stash"], self.chunks) - 1 - self.chunk
-            lines += [self._call(f"arrived<{later}>"), *["T.sync_threads()"] * self.config.get("sync", True)]
+            lines += [self._call(f"arrived<{later}>"), "T.sync_threads()"]
         start = self.chunk * self.width
         for o in self.full_inputs():
             lines += [self.loop, f"    {o.name}_r[{self.place}] = {o.name}_s[{start} + {self.spot}]"]

@@ -70,7 +70,7 @@ def test_an_operand_that_every_vector_repeats_is_gathered(dtype):
 @pytest.mark.parametrize("columns", [50257, 128256])
 def test_rows_too_wide_for_registers_are_walked_in_chunks_of_vectors_at_any_address(columns):
     wide = Case("vocabulary", "rowwise", lambda x: x.log_softmax(-1), lambda: (randn(4, columns),))
-    found = report_of(wide, lambda c: c.get("unroll"))
+    found = report_of(wide, lambda c: c.get("unroll") and c["threads"] >= 512)
     assert "for (int k = 0;" in found.source
     assert found.source.count("(uint4*)(in0 +") >= 4  # both passes, in the loop and around it
     assert found.source.count("max(n2[") == 2 * (2 + (columns == 50257))  # one maximum a thread and chunk
@@ -80,8 +80,11 @@ def test_rows_too_wide_for_registers_are_walked_in_chunks_of_vectors_at_any_addr
 @pytest.mark.parametrize("columns", [50257, 128256])
 def test_wide_rows_in_shared_memory_are_copied_in_vectors_that_each_thread_takes_itself(columns):
     wide = Case("vocabulary", "rowwise", lambda x: x.log_softmax(-1), lambda: (randn(4, columns),))
-    found = report_of(wide, lambda c: c.get("stash"))
-    assert found.source.count("  fs_fetch(") == 13
+    found = report_of(wide, lambda c: c.get("stash") == 13)
+    fetches = [line for line in found.source.splitlines() if line.strip().startswith("fs_fetch(")]
+    assert len(fetches) == 13
+    clipped = [line for line in fetches if not line.endswith(", 16);")]  # the last vector may reach beyond the tensor
+    assert len(clipped) == (columns == 50257)
     assert found.source.count("  fs_arrived<") == found.source.count("  fs_fetch(")
     assert found.spilled_bytes == 0
 
