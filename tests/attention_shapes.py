@@ -54,7 +54,7 @@ SHORT = (
     (biased, 2, 197, 197, 4, 64), (written, 2, 150, 150, 3, 64), (grouped, 1, 127, 127, 8, 64),
     (capped, 1, 66, 66, 2, 96), (plain, 2, 300, 77, 4, 64), (windows, 4, 49, 49, 3, 32), (plain, 1, 300, 13, 2, 72),
     (masked, 3, 40, 70, 2, 80), (biased, 1, 17, 101, 2, 32), (repeated, 2, 70, 70, 4, 32),
-    (causal, 2, 130, 128, 2, 64), (written, 1, 1031, 31, 2, 64), (plain, 1, 16, 1, 1, 64),
+    (causal, 2, 130, 128, 2, 64), (written, 1, 1031, 31, 2, 64), (plain, 1, 16, 2, 1, 64),
     (windows, 8, 64, 64, 3, 32), (grouped, 3, 50, 50, 4, 16), (plain, 5, 512, 64, 1, 128), (causal, 1, 97, 97, 3, 40),
 )  # fmt: skip
 """As above; all keys of a row fit one tile."""
