@@ -8,8 +8,12 @@ from fusescout.templates.operators import Writer
 from fusescout.ir import TensorSpec
 
 KAPPA, CUBIC = math.sqrt(2 / math.pi), 0.044715
-ERF_IS_ONE, TANH_IS_ONE = 5.5425940578, 13 * math.log(2)
-"""From here on erf(x / sqrt 2) and tanh(x) are 1 in float32: they are within half a step, 2^-25, of it."""
+ERF_IS_ONE, TANH_IS_ONE = 6.9, 14.0
+"""erf(x / sqrt 2) and tanh(x) are 1 in float32 from 5.54 and 9.01 on, in float64 from 8.29 and 19.06: the middle.
+
+An infinite factor is NaN in eager from the first on and in truth from the second on, and either may be given. Eager
+rounds x to 16 bits first: at its own limit, elements on both sides of it would differ in class.
+"""
 
 
 def _leaky_relu(w: Writer) -> str:

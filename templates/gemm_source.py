@@ -91,7 +91,7 @@ class Writer:
         if k == self.residual:
             return self.d.load(f"y_s{suffix}[i, j]", o.dtype)
         at = {
-            "full": f"{m}, {n}", "row": f"{behind(o)}{n}", "column": m, "scalar": "0",
+            "full": f"{m}, {n}", "row": f"{behind(o)}{n}", "column": m, "scalar": str(o.offset),
             "cycle": f"({m}) % {o.period}, {n}", "block": f"({m}) // {o.period}, {n}",
             "cycle_column": f"({m}) % {o.period}", "block_column": f"({m}) // {o.period}",
         }[o.kind]  # fmt: skip

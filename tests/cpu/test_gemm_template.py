@@ -124,8 +124,8 @@ def test_nan_and_infinity_go_where_eager_lets_them(tmp_path):
     check(gemm_epilogue, lambda x, w, r: F.relu(F.linear(x, w) + r), x, w, r, folder=tmp_path)
 
 
-def chunked(x, w):
-    gate, up = F.linear(x, w).chunk(2, -1)
+def chunked(x, w, *b):
+    gate, up = F.linear(x, w, *b).chunk(2, -1)
     return F.silu(gate) * up
 
 
@@ -138,6 +138,7 @@ GATED = {
     "two weights": (lambda x, g, u, b: F.silu(F.linear(x, g, b)) * F.linear(x, u), W, W, B),
     "packed": (chunked, (34, 24)),
     "packed, the gate behind, bias": (sliced, (34, 24), (34,)),
+    "packed, one column each, bias": (lambda x, w, b: chunked(x, w, b), (2, 24), (2,)),
 }
 
 
