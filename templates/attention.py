@@ -80,6 +80,8 @@ def supports(graph: Subgraph, device: Device) -> str | None:
         return "An input doesn't begin at a multiple of 16 bytes, as copies in hardware need."
     if p.rows < FEWEST_ROWS:
         return f"There are only {p.rows} queries: the keys would be walked by a few blocks."
+    if p.keys == 1:
+        return "There is only one key: no tile of it can be copied, and the result is its value."
     return None if configs(graph, device) else "Its tiles need more shared memory than there is."
 
 
