@@ -4,6 +4,9 @@ All CUDA graphs that `torch.compile` makes on a device share one manager and one
 run, or while it is captured, leaves both half way: a node that never ran to its end counts as the last one run (on that
 torch 2.11 fails in the next call of any CUDA graph of the process, with an assertion), the allocator refuses the next
 capture since this one never ended, and the capture's stream stays the current one.
+
+On an H200 with torch 2.11 all goes on after a failure in a run. After one in a capture, what was captured before goes
+on, but later captures are refused ("already recording to mempool_id") for a reason not found: those ways are lost.
 """
 
 from __future__ import annotations

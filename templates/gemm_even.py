@@ -34,6 +34,15 @@ COPY = """
             if part * 1024 + i < @@count:
                 @@into[@@place] = @@source[@@place]
 """
+SCATTERED = """
+    with T.Kernel(T.ceildiv(@@count, 1024), threads=256) as (part):
+        tx = T.get_thread_binding()
+        for k in T.serial(4):
+            i = k * 256 + tx
+            if part * 1024 + i < @@count:
+                @@into[@@place] = @@source[@@place]
+"""
+"""Of what begins at any address: neighbouring elements go to neighbouring threads, for a vector can't be read there."""
 
 
 def can_be_even(p: Problem) -> bool:
@@ -92,9 +101,10 @@ class _Copying(Writer):
 
     def __init__(self, problem: Problem, config: dict, dialect: object) -> None:
         super().__init__(evened(problem), config, dialect)
-        names = zip(("x", "w0", "w1"), (problem.x, *problem.weights), strict=False)
+        operands = dict(zip(("x", "w0", "w1"), (problem.x, *problem.weights), strict=False))
         self.lying = Writer(problem, config, dialect)
-        self.uneven = [name for name, o in names if not loadable(o)]
+        self.uneven = [name for name, o in operands.items() if not loadable(o)]
+        self.unaligned = {f"{name}_in" for name, o in operands.items() if not o.aligned}
 
     def params(self) -> tuple:
         lying = {q.name: replace(q, name=f"{q.name}_in") for q in self.lying.params() if q.name in self.uneven}
@@ -109,4 +119,5 @@ class _Copying(Writer):
     def _copy(self, q: Param) -> str:
         place = ", ".join(indices(q.shape, "(part * 1024 + i)"))
         names = {"into": q.name.removesuffix("_in"), "source": q.name}
-        return schedules.fill(COPY, count=str(math.prod(q.shape)), place=place, **names)
+        text = SCATTERED if q.name in self.unaligned else COPY
+        return schedules.fill(text, count=str(math.prod(q.shape)), place=place, **names)

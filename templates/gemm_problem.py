@@ -283,6 +283,8 @@ def _operand(graph: Subgraph, value: int, spaces: dict, rows: int) -> Operand:
     kind, shape, stride, period, batch = min(found, key=lambda f: len(f[4]))
     if any(agreed([list(batch), list(f[4])])[1][0] != agreed([list(batch), list(f[4])])[1][1] for f in found):
         raise Refused("an operand is broadcast in two different ways")
+    if kind != "scalar" and not graph.tensor(root).aligned:
+        raise Refused("an input of its epilogue doesn't begin at a multiple of 16 bytes, as vectors are read")
     return Operand(value, root, kind, shape, stride, spec.dtype, period, batch)
 
 

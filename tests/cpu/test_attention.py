@@ -181,6 +181,7 @@ def test_what_is_not_covered_is_refused(name):
 @pytest.mark.parametrize(
     ("shape", "dtype", "reason"),
     [((2, 48, 48, 2, 32), torch.float32, "16-bit"), ((2, 8, 48, 2, 32), torch.bfloat16, "queries"),
+     ((2, 48, 1, 2, 32), torch.bfloat16, "one key"),
      ((2, 48, 48, 2, 36), torch.bfloat16, "width"), ((2, 48, 48, 2, 512), torch.bfloat16, "width")],
 )  # fmt: skip
 def test_what_a_gpu_has_no_tiles_for_is_refused(shape, dtype, reason):
