@@ -6,7 +6,8 @@ algorithm may be true float32 (8 channels, NCHW) and the channels-last one of `t
 13 bits away, as the tensor cores read the upper 19.
 
 "unrounded": a sub-graph in 16 bits with everything between its contractions in float32 (`reference.UNROUNDED`). Eager
-rounds after every operator, and may so land exactly on a kink, as of hardswish at -3, where its error is then 0.
+rounds after every operator, and may so land exactly on a kink, as of hardswish at -3, where its error is then 0. Where
+an operator jumps (`floor`, a comparison) it is none: on the other side of a jump any error would be excused.
 
 They are measures of last resort: `verify` and `modelcheck` run them only where a result fails by eager's own error.
 """
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusescout.flops import op_class
 from fusescout.flops import op_name
+from fusescout.ir import Op
 from fusescout.ir import Out
 from fusescout.ir import Subgraph
 from fusescout.numerics import tf32_kinds
@@ -39,6 +41,11 @@ _LOW_BITS = 13
 """Bits of a float32's significand that TF32 doesn't have."""
 _SUMS = frozenset({"addmm", "baddbmm", "addbmm", "_addmm_activation"})
 """Products whose first argument is added."""
+_JUMPS = frozenset(
+    {"floor", "ceil", "round", "trunc", "fix", "frac", "sign", "sgn", "signbit", "heaviside", "threshold", "hardshrink"}
+    | {"floor_divide", "remainder", "fmod", "gt", "ge", "lt", "le", "eq", "ne", "argmax", "argmin", "topk", "sort"}
+)
+"""Operators whose results are no continuous function of 16-bit operands."""
 _VECTORS = frozenset({"mv", "addmv", "dot", "vdot", "inner", "outer", "addr"})
 """Products that no tensor core computes."""
 
@@ -62,7 +69,8 @@ def evaluations(graph: Subgraph, device: str) -> tuple[Evaluation, ...]:
     kinds = tf32_kinds(device)
     if any(op_class(op.target) in kinds and "float32" in _dtypes(op.out) for op in graph.ops):
         found.append(Evaluation(TF32, build(graph), lambda: CutToTF32(kinds, device)))
-    if any(HALVES & _dtypes(out) for out in (*graph.inputs, *(op.out for op in graph.ops))):
+    halves = any(HALVES & _dtypes(out) for out in (*graph.inputs, *(op.out for op in graph.ops)))
+    if halves and not any(map(_jumps, graph.ops)):
         with suppress(ValueError):  # what reinterprets the bits of 16-bit values has no such form
             found.append(Evaluation(UNROUNDED, build(graph, UNROUNDED)))
     return tuple(found)
@@ -102,6 +110,11 @@ class CutToTF32(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def cut(value: Tensor) -> Tensor:
     """A float32 tensor's values in TF32, those below it in size left out."""
     return (value.view(torch.int32) & -(1 << _LOW_BITS)).view(torch.float32)
+
+
+def _jumps(op: Op) -> bool:
+    rounds = op.name in ("div", "div_") and dict(op.kwargs).get("rounding_mode") is not None
+    return rounds or op.name.removesuffix("_") in _JUMPS
 
 
 def _dtypes(out: Out) -> set[str]:

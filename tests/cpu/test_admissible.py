@@ -169,6 +169,14 @@ def test_rounding_less_than_eager_is_no_fault() -> None:
     assert "an error of" in alone.check(fused, "quick").reason
 
 
+@pytest.mark.parametrize("jump", ["floor", "ge_", "remainder"])
+def test_where_an_operator_jumps_only_eager_counts(jump: str) -> None:
+    graph = linear_gelu("bfloat16")
+    assert [e.name for e in evaluations(graph, "cpu")] == [UNROUNDED]
+    last = replace(graph.ops[-1], target=f"aten.{jump}.default")
+    assert evaluations(replace(graph, ops=(*graph.ops[:-1], last)), "cpu") == ()
+
+
 def test_only_contractions_and_outputs_are_rounded() -> None:
     h = spec(2, 4, 8, 8, dtype="bfloat16")
     ops = (
