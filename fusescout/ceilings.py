@@ -34,9 +34,9 @@ def ceilings(kind: str, dtypes: tuple[str, ...], cache_dir: Path) -> Device:
         dtypes: dtype names whose matmul rate is wanted.
         cache_dir: where it is remembered; a folder that can't be written costs the memory, nothing else.
     """
-    import torch
+    from fusescout.numerics import matmul_precision
 
-    device, rules = describe_device(kind), torch.get_float32_matmul_precision()  # TF32 is another ceiling
+    device, rules = describe_device(kind), matmul_precision()  # TF32 is another ceiling
     known = _read(_file(device, cache_dir, rules))
     if known and known["count"] >= ENOUGH and set(dtypes) <= set(known["flops_per_s"]):
         return replace(

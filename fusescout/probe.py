@@ -40,9 +40,11 @@ def measure_device(kind: str, dtypes: tuple[str, ...] = DTYPES) -> Device:
     """
     import torch
 
+    from fusescout.numerics import matmul_precision
+
     if kind == "cuda" and "float32" in dtypes:
         dtypes = tuple(dict.fromkeys((*dtypes, "bfloat16")))
-    return _measured(kind, dtypes, torch.get_num_threads(), torch.get_float32_matmul_precision())
+    return _measured(kind, dtypes, torch.get_num_threads(), matmul_precision())
 
 
 @functools.cache
