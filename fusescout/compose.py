@@ -53,7 +53,7 @@ def _tell_inductor(rewritten: fx.GraphModule) -> None:
     """Make our operators known as calls, as Inductor would itself when it meets them.
 
     In torch 2.11 it writes out all that their inputs are computed from first, for a log that nobody reads: a chain of
-    shared pointwise values is doubled with every use. That was 30 of the 39 s which a DiT's code took.
+    shared pointwise values is doubled with every use. A DiT's way with CUDA graphs took 38.9 s to build, 2.2 without.
     """
     from torch._inductor import lowering
     from torch._library.utils import get_layout_constraint_tag

@@ -87,13 +87,11 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
         steps = [(512, 2, 2), (512, 1, 3), (256, 2, 4), (1024, 1, 1), (512, 2, 1)]
         if columns % vector:  # rows between vectors need more registers
             steps = [(512, 1, 2), (1024, 1, 1), (256, 1, 4), (512, 2, 1), (512, 2, 2)]
-        walks = [_config(t, t * vector * k, 1, False) | {"blocks": b} for t, k, b in steps if t * vector * k < columns]
+        walks = _walks(steps, columns, vector)
         chosen = walks + chosen if columns > 32768 else chosen[:2] + walks + chosen[2:]
         if is_striped(read(graph, True, False)[0], {"strip": vector}):
-            strips = [
-                w | {"strip": vector, "unroll": 2}
-                for w in (_config(256, 512 * vector, 1, False) | {"blocks": 4}, *walks[:2])
-            ]
+            striped = [*_walks([(256, 2, 4)], columns, vector), *walks[:2]]
+            strips = [w | {"strip": vector, "unroll": 2} for w in striped]
             stashed, registers = _stashed(stage, vector), _held(columns, held, vector)
             chosen = [*stashed[:2], *strips[:2], *registers, *strips[2:], *stashed[2:], *chosen]
     return chosen
@@ -101,6 +99,11 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
 
 def _config(threads: int, width: int, rows: int, keep: bool) -> dict:
     return {"threads": threads, "width": width, "rows": rows, "keep": keep}
+
+
+def _walks(steps: list, columns: int, vector: int) -> list:
+    """Walks of (threads, vectors a step, blocks on a multiprocessor) that take more than one step for a row."""
+    return [_config(t, t * vector * k, 1, False) | {"blocks": b} for t, k, b in steps if t * vector * k < columns]
 
 
 def _held(columns: int, words: float, vector: int) -> list:

@@ -22,7 +22,7 @@ FS void fs_fetch(void* to, const void* from, int bytes) {
     return;
   }
   unsigned place = (unsigned)__cvta_generic_to_shared(to);
-  bytes = max(0, min(16, bytes));
+  bytes = bytes > 0 ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(place), "l"(from), "r"(bytes) : "memory");
 }
 FS void fs_fetched() { asm volatile("cp.async.commit_group;" ::: "memory"); }
