@@ -51,6 +51,7 @@ from fusescout.profiling import profile
 from fusescout.races import race_all
 from fusescout.recall import Recall
 from fusescout.rivals import Rivals
+from fusescout.scaled import scaled_dtypes
 from fusescout.session import CandidateResult
 from fusescout.session import EndToEnd
 from fusescout.session import Environment
@@ -135,7 +136,8 @@ def _run(
             spare.settle()  # what is measured next must have the cores to itself
     on_event("device", 0, 0, "measuring its ceilings")
     with clock.stage("device"):
-        device, probed = _ceilings(kind, workload.dtype, config)
+        dtypes = (workload.dtype, *scaled_dtypes([g.graph for g in captured.graphs]))
+        device, probed = _ceilings(kind, dtypes, config)
     on_event("profile", 0, 0, f"{len(captured.graphs)} graphs")
     with clock.stage("profile"):
         trace = folder / "trace.json.gz" if folder else None
@@ -175,7 +177,7 @@ def _run(
         )
     recall.keep((c.key for c in ranking.candidates), ranking.left)
     with clock.stage("device"):
-        _ceilings(kind, workload.dtype, config)  # for the next analysis
+        _ceilings(kind, dtypes, config)  # for the next analysis
     decisions = {
         c.id: decide(c, races[c.id].contenders, races[c.id].samples, config.threshold) for c in ranking.candidates
     }
@@ -216,10 +218,10 @@ def _run(
     return Outcome(session, plan)
 
 
-def _ceilings(kind: str, dtype: str, config: Config) -> tuple[Device, str]:
+def _ceilings(kind: str, dtypes: tuple[str, ...], config: Config) -> tuple[Device, str]:
     """The device with its ceilings; without them, and why, where they can't be measured."""
     try:
-        return ceilings(kind, (dtype,), config.cache_dir), ""
+        return ceilings(kind, dtypes, config.cache_dir), ""
     except Exception as error:  # isolation boundary: without ceilings a chain's bound is 0, and more chains are raced
         return describe_device(kind), f"The device's ceilings could not be measured: {in_a_line(error)}."
 

@@ -22,6 +22,7 @@ from fusescout.ir import TensorSpec
 from fusescout.regions import GEMMS
 from fusescout.regions import Region
 from fusescout.regions import find_regions
+from fusescout.scaled import SCALED
 from fusescout.session import Rejection
 from fusescout.session import Site
 from fusescout.sums import is_summed
@@ -167,6 +168,8 @@ def lower_bound(subgraph: Subgraph, device: Device, seen_us: float = math.inf) -
     compute_s = 0.0
     if heavy and not summed:
         dtype = next((op.out.dtype for op in heavy if isinstance(op.out, TensorSpec)), "float32")
+        if heavy[0].name in SCALED:
+            dtype = subgraph.tensor(heavy[0].inputs[0]).dtype
         rates = device.flops_per_s
         rate = rates.get(dtype) or max(rates.values(), default=0.0)
         if dtype == "float32" and device.kind == "cuda":

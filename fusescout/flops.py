@@ -20,7 +20,7 @@ from fusescout.ir import TensorSpec
 _NAMES = {
     "gemm": (
         "linear addmm mm bmm matmul baddbmm addbmm mv addmv dot vdot inner outer addr einsum bilinear "
-        "_addmm_activation _scaled_mm _int_mm _grouped_mm scaled_mm"
+        "_addmm_activation _scaled_mm _scaled_mm_v2 _int_mm _grouped_mm scaled_mm"
     ),
     "conv": (
         "convolution _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
@@ -228,7 +228,8 @@ def _gemm_flops(op: Node | Op, name: str, of: dict[str | int, Out], out_numel: f
     if name == "addbmm" and left is not None:
         inner *= left.shape[0]
     flops = 2.0 * out_numel * inner
-    adds = name.startswith(("add", "badd", "_addmm")) or (name == "linear" and _operand(op, 2, of) is not None)
+    biased = {"linear": 2, "_scaled_mm": 4, "_scaled_mm_v2": 8}.get(name)
+    adds = name.startswith(("add", "badd", "_addmm")) or (biased is not None and _operand(op, biased, of) is not None)
     return flops + out_numel if adds else flops
 
 

@@ -15,6 +15,7 @@ from fusescout.device import Device
 from fusescout.flops import Cost
 from fusescout.flops import cost
 from fusescout.flops import op_class
+from fusescout.ir import FLOAT8
 from fusescout.ir import FLOATS
 from fusescout.ir import Graph
 from fusescout.ir import Node
@@ -164,7 +165,7 @@ def physical_bound(node: Node, specs: Sequence[Out], price: Cost, device: Device
 
 
 def _dtype(specs: Sequence[Out], out: Out) -> str:
-    found = [s.dtype for s in (*specs, out) if isinstance(s, TensorSpec) and s.dtype in FLOATS]
+    found = [s.dtype for s in (*specs, out) if isinstance(s, TensorSpec) and s.dtype in FLOATS | FLOAT8]
     return found[0] if found else ""
 
 

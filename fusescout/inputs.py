@@ -7,6 +7,7 @@ kernel that reads where it must not gives itself away, and one that writes there
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,17 +15,23 @@ from torch import Tensor
 
 from fusescout.convolution import CONVOLUTIONS
 from fusescout.flops import op_class
+from fusescout.ir import FLOAT8
 from fusescout.ir import FLOATS
 from fusescout.ir import Op
 from fusescout.ir import Ref
 from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
+from fusescout.scaled import scaled
 
+FLOATING = FLOATS | FLOAT8
 QUICK = ("captured", "normal", "special")
 """Cases every variant must pass before it is timed."""
 FULL = ("captured", "normal", "like", "shuffled", "small", "large", "nan", "+inf", "-inf", "constant")
 """Cases the best variant of a contender must pass."""
+SPECIAL = ("nan", "+inf", "-inf", "special")
 TIMING, FRESH = "captured", "shuffled"
+SPREAD = 32.0
+"""Deviation of 8-bit floats that were not captured: of e4m3, from its smallest numbers to a third of its largest."""
 
 
 def save(path: Path, tensors: Sequence[Tensor]) -> None:
@@ -75,7 +82,7 @@ class InputSource:
 
     def names(self, level: str) -> tuple[str, ...]:
         """Cases of "quick" or "full" that make sense for this sub-graph."""
-        floats = any(s.dtype in FLOATS for s in self.graph.inputs)
+        floats = any(s.dtype in FLOATING for s in self.graph.inputs)
         names: tuple[str, ...] = QUICK if level == "quick" else FULL
         if self.captured is None:
             names = tuple(n for n in names if n not in ("captured", "like", "shuffled"))
@@ -97,6 +104,9 @@ class InputSource:
         hidden one does (0 * NaN) depends on how many positions a library's kernel takes at a time. Its queries and keys
         are scaled up by 8 only: of scores of 1e6 attention picks one by rounding error, and the library's own error is
         29 where values are up to 80 (T5-base in bf16, H200).
+
+        8-bit floats reach from their subnormals to near their largest in every case, and NaN only where that is asked
+        for. The scales of their products are positive; a single one stays finite, as all results are of it.
         """
         if self.captured is None and case in ("captured", "like", "shuffled"):
             case = "normal"
@@ -106,14 +116,16 @@ class InputSource:
             generator = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + order * 1009 + k * 31 + draw)
             seen = None if self.captured is None else self.captured[k]
             role = _parameter(self.graph, k)
-            if role and case != "captured":
+            if role == "scale":
+                value = _scale(case, spec, seen, generator)
+            elif role and case != "captured":
                 value = _value("normal" if seen is None else "shuffled", spec, seen, generator)
             else:
                 factor = 8.0 if makes_scores(self.graph, k) else 1e3
                 value = _value(case, spec, seen, generator, factor, seen_by_all=_is_causal_value(self.graph, k))
             if role == "variance" and seen is None:
                 value = value.abs() + 2**-6
-            if draw and spec.dtype in FLOATS:
+            if draw and spec.dtype in FLOATS and role != "scale":
                 noise = torch.rand(value.shape, generator=generator, device=self.device)
                 value = value * (1 + noise.to(value.dtype) / 64)
             made.append(place(value, spec, self.device))
@@ -121,7 +133,11 @@ class InputSource:
 
 
 def _parameter(graph: Subgraph, index: int) -> str:
-    """ "parameter" or "variance" for constants that only what can be folded reads, else nothing."""
+    """ "parameter" or "variance" for constants that only what can be folded reads, "scale" for one of a product of
+    8-bit floats, else nothing."""
+    products = [found for op in graph.ops if (found := scaled(op, graph.value))]
+    if any(Ref(index) in (found.scale_a, found.scale_b) for found in products):
+        return "scale"
     if not graph.inputs[index].constant:
         return ""
     folded = {*CONVOLUTIONS, "batch_norm"}
@@ -185,10 +201,12 @@ def _value(
     shape = [1 if s == 0 else n for n, s in zip(spec.shape, spec.stride, strict=True)]
     distinct = None if seen is None else _distinct(seen, spec)
     dtype = getattr(torch, spec.dtype)
+    if spec.dtype in FLOAT8:
+        return _eight_bits(case, spec, seen, generator)
     if spec.dtype not in FLOATS:
         return _discrete(case, shape, dtype, distinct, generator)
     normal = torch.randn(shape, generator=generator, device=generator.device)
-    if case in ("normal", "nan", "+inf", "-inf", "special"):
+    if case in ("normal", *SPECIAL):
         value = normal.to(dtype)
         for special in {"special": ("nan", "+inf", "-inf"), "normal": ()}.get(case, (case,)):
             if value.numel() > 0:
@@ -210,6 +228,27 @@ def _value(
     if case in ("small", "large"):
         return _scaled(base, 1e-3 if case == "small" else factor, dtype)
     return base.to(dtype)
+
+
+def _eight_bits(case: str, spec: TensorSpec, seen: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Values of 8 bits from float32 ones; what is beyond the largest one, infinity too, becomes that, as quantised."""
+    dtype, wide = getattr(torch, spec.dtype), replace(spec, dtype="float32")
+    base = _value("normal", wide, None, generator) * SPREAD if seen is None else seen.detach().float()
+    limit = torch.finfo(dtype).max
+    largest = float(base[base.isfinite()].abs().amax()) if bool(base.isfinite().any()) else 0.0
+    made = _value(case, wide, base, generator, factor=limit / 2 / largest if largest else 1.0)
+    if case in ("normal", *SPECIAL):
+        made = made * SPREAD
+    return made.clamp(-limit, limit).to(dtype)
+
+
+def _scale(case: str, spec: TensorSpec, seen: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Scales of a product of 8-bit floats: captured ones, or such that what they scale is about 1."""
+    drawn = _value(case if case in SPECIAL and spec.numel > 1 else "normal", spec, None, generator).abs()
+    if seen is None:
+        return drawn.exp2() / SPREAD
+    known = _distinct(seen, spec)
+    return torch.where(drawn.isfinite(), known if case == "captured" else _moved(known, generator), drawn)
 
 
 def _discrete(

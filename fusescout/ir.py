@@ -22,6 +22,8 @@ DTYPE_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
+FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
+"""Floats that are only stored and multiplied: nothing is computed in them."""
 
 
 @dataclass(frozen=True, slots=True)

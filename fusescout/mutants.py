@@ -15,12 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusescout.contenders.base import Runner
+from fusescout.ir import FLOAT8
 from fusescout.ir import FLOATS
 from fusescout.ir import Subgraph
 from fusescout.mutants_attention import LOST_TILE
 from fusescout.mutants_attention import attention_mutants
 from fusescout.mutants_losses import MISSING_TILE
 from fusescout.mutants_losses import loss_mutants
+from fusescout.mutants_scaled import scaled_mutants
 from fusescout.reference import build
 from fusescout.verify import Verifier
 
@@ -69,9 +71,10 @@ def mutants(graph: Subgraph) -> dict[str, Runner]:
     found["writes its input"] = _writes_input(eager)
     found["returns its input's memory"] = _aliases(eager)
     for k, spec in enumerate(graph.inputs):
-        if spec.dtype in FLOATS:
+        if spec.dtype in FLOATS | FLOAT8:
             found[f"ignores input {k}"] = _ignoring(eager, k)
     found["low-precision sum"] = _low_sum(eager)
+    found |= scaled_mutants(graph, eager)
     found |= loss_mutants(graph, eager)
     found |= attention_mutants(graph)
     wide = {s.dtype for s in graph.output_specs} & {"float32", "float64"}
@@ -86,7 +89,7 @@ def mutants(graph: Subgraph) -> dict[str, Runner]:
 
 def _edited(eager: Runner, edit: Edit) -> Runner:
     def run(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(_like(edit(o), o) if o.numel() else o for o in eager(inputs))
+        return tuple(_like(edit(_computable(o)), o) if o.numel() else o for o in eager(inputs))
 
     return run
 
@@ -174,6 +177,11 @@ class _LowSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
             total = (total + part).to(low).float()
         bias = args[0] if at else args[2] if "linear" in name and len(args) > 2 else None
         return (total if bias is None else total + bias).to(a.dtype)
+
+
+def _computable(o: Tensor) -> Tensor:
+    """The same values in a dtype that there is arithmetic of."""
+    return o.float() if o.dtype.is_floating_point and o.dtype.itemsize == 1 else o
 
 
 def _like(value: Tensor, out: Tensor) -> Tensor:

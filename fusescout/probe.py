@@ -125,6 +125,10 @@ def _product_s(kind: str, dtype: torch.dtype, size: int) -> float:
     import torch
 
     a, b = (torch.randn(size, size, device=kind).to(dtype) for _ in range(2))
+    if dtype.itemsize == 1:
+        one = torch.ones((), device=kind)
+        scaled = functools.partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return _best_s(kind, lambda: scaled(a, b.t(), one, one))
     out = torch.empty(size, size, device=kind, dtype=dtype)
     return _best_s(kind, lambda: torch.mm(a, b, out=out))
 

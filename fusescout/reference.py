@@ -22,6 +22,7 @@ from fusescout.capture.encode import spec_of
 from fusescout.convolution import BIAS
 from fusescout.convolution import CONVOLUTIONS
 from fusescout.flops import op_class
+from fusescout.scaled import spelled_out
 
 __all__ = ["UNROUNDED", "build", "make_inputs_source", "spec_of", "to_source"]
 
@@ -32,7 +33,7 @@ CONTRACTIONS = frozenset({"conv", "gemm", "attention", "rnn"})
 """Kinds of operator that read and give rounded numbers whatever is around them."""
 
 BIT_CASTS = frozenset({"aten.view.dtype"})
-FLOATS = ir.FLOATS | {"float8_e4m3fn", "float8_e5m2"}
+FLOATS = ir.FLOATS | ir.FLOAT8
 INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8"})
 COMPLEX = {"float64": "complex128", "float32": "complex64"}
 
@@ -72,6 +73,8 @@ def to_source(
         dtype_override: as for `build`.
         free: delete each intermediate after its last use.
     """
+    if dtype_override not in (None, UNROUNDED):
+        subgraph = spelled_out(subgraph)
     names = [f"x{k}" for k in range(len(subgraph.inputs))]
     names += [f"v{len(names) + k}" for k in range(len(subgraph.ops))]
     lines = [f"def {name}({', '.join(names[: len(subgraph.inputs)])}):"]

@@ -138,8 +138,9 @@ class Allowance:
             reason = f"{wrong} of {out.numel()} values differ from eager's" if wrong else ""
             return Errors(math.inf if wrong else 0.0, float(wrong), 0.0, True, reason)
         target, value = self.truth.double().flatten(), out.detach().double().flatten()
-        if not bool((value.isfinite() & target.isfinite() & self.eager.isfinite().flatten()).all()):
-            eager, rounded = self.eager.double().flatten(), self.truth.to(out.dtype).double().flatten()
+        eager = self.eager.double().flatten()
+        if not bool((value.isfinite() & target.isfinite() & eager.isfinite()).all()):
+            rounded = self.truth.to(out.dtype).double().flatten()
             if reason := _classes(value, eager, rounded):
                 return Errors(math.inf, math.inf, 0.0, True, reason)
             target = torch.where(target.isfinite(), target, eager)
@@ -208,6 +209,6 @@ def _peaks(bucket: Tensor, error: Tensor, tables: int) -> Tensor:
 def _step(sizes: Tensor, dtype: torch.dtype) -> Tensor:
     """Distance to the next number of `dtype` at each |size| (float64)."""
     info = torch.finfo(dtype)
-    smallest = info.tiny * info.eps if dtype in (torch.float16, torch.float64) else info.tiny
+    smallest = info.tiny if dtype in (torch.float32, torch.bfloat16) else info.tiny * info.eps
     power = (sizes.view(torch.int64) & 0x7FF0_0000_0000_0000).view(torch.float64)
     return (power * info.eps).clamp_min(smallest)

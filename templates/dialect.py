@@ -20,6 +20,9 @@ MATH = (
 )  # fmt: skip
 
 HALF = ("float16", "bfloat16")
+E4M3 = "float8_e4m3fn"
+NARROW = (*HALF, E4M3)
+"""Floats that are float32 while they are computed with."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +67,18 @@ class Dialect:
         return f'{"T.alloc_local" if self.cpu else "T.alloc_shared"}({shape}, "{dtype}")'
 
     def storage(self, dtype: str) -> str:
-        """The dtype a buffer of `dtype` is declared with. The C code generator has no 16-bit floats worth using."""
-        return "uint16" if self.cpu and dtype in HALF else dtype
+        """The dtype a buffer of `dtype` is declared with. The C code generator has no narrow floats worth using."""
+        return dtype if not self.cpu or dtype not in NARROW else "uint8" if dtype == E4M3 else "uint16"
 
     def load(self, element: str, dtype: str) -> str:
-        """Value of a buffer element: 16-bit floats come as float32."""
-        if dtype not in HALF:
+        """Value of a buffer element: narrow floats come as float32."""
+        if dtype not in NARROW:
             return element
         return f"load_{dtype}({element})" if self.cpu else f'T.cast({element}, "float32")'
 
     def store(self, value: str, dtype: str) -> str:
         """What to assign to a buffer element of `dtype`; `value` is float32 for all float dtypes."""
-        if dtype not in HALF:
+        if dtype not in NARROW:
             return value
         return f"store_{dtype}({value})" if self.cpu else f'T.cast({value}, "{dtype}")'
 
@@ -93,7 +96,7 @@ class Dialect:
 def dialect_for(kind: str, output_dtypes: tuple) -> Dialect:
     """The dialect of a device kind for a kernel with these output dtypes."""
     floats = [d for d in output_dtypes if d.startswith(("float", "bfloat"))]
-    return Dialect(kind, fast=kind == "cuda" and bool(floats) and all(d in HALF for d in floats))
+    return Dialect(kind, fast=kind == "cuda" and bool(floats) and all(d in NARROW for d in floats))
 
 
 def _round_f32(value: float) -> float:
@@ -151,6 +154,14 @@ def store_bfloat16(x):
 
 def store_float16(x):
     return T.call_pure_extern("uint16", "fs_store_f16", x)
+
+
+def load_float8_e4m3fn(x):
+    return T.call_pure_extern("float32", "fs_load_e4m3", x)
+
+
+def store_float8_e4m3fn(x):
+    return T.call_pure_extern("uint8", "fs_store_e4m3", x)
 """
 }
 
@@ -289,6 +300,19 @@ FS uint16_t fs_store_f16(float x) {
   uint32_t tiny = fs_of(fs_bits((int32_t)f) + fs_bits(126 << 23)) - (126u << 23);
   uint32_t normal = (f + (uint32_t)((15 - 127) * (1 << 23)) + 0xfffu + ((f >> 13) & 1u)) >> 13;
   return (uint16_t)((f >= (143u << 23) ? big : f < (113u << 23) ? tiny : normal) | (sign >> 16));
+}
+"""
+    + """// four bits of exponent and three of fraction; what is beyond 448 becomes that
+FS float fs_load_e4m3(uint8_t b) {
+  float x = fs_bits((b & 0x7f) << 20) * 0x1p120f;
+  return fs_bits((int32_t)(((b & 0x7f) == 0x7f ? 0x7fc00000u : fs_of(x)) | (uint32_t)(b & 0x80) << 24));
+}
+FS uint8_t fs_store_e4m3(float x) {
+  uint32_t u = fs_of(x), f = u & 0x7fffffffu, sign = u >> 24 & 0x80u;
+  uint32_t normal = ((f + 0x7ffffu + (f >> 20 & 1u)) >> 20) - (120u << 3);
+  uint32_t tiny = (uint32_t)rintf(fs_bits((int32_t)f) * 512.0f);
+  uint32_t found = f > 0x7f800000u ? 0x7fu : f >= 0x43e00000u ? 0x7eu : f < 0x3c800000u ? tiny : normal;
+  return (uint8_t)(found | sign);
 }
 """
     + _EXACT

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from collections.abc import Iterable
 
 from fusescout.templates.activations import ACTIVATIONS
+from fusescout.templates.dialect import E4M3
+from fusescout.templates.dialect import NARROW
 from fusescout.templates.dialect import Dialect
 from fusescout.templates.operators import OPERATORS as GENERAL
 from fusescout.templates.operators import Unsupported
@@ -20,9 +22,10 @@ from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
 
 OPERATORS = {**GENERAL, **ACTIVATIONS}
-FLOAT = ("float32", "float16", "bfloat16")
+FLOAT = ("float32", *NARROW)
 INT = ("int64", "int32", "int16", "int8", "uint8")
 
+LARGEST_E4M3 = 448.0
 LARGEST = 2000
 """TileLang's analysis copies a named value into every use; a value of more terms than this goes through a buffer."""
 
@@ -49,6 +52,7 @@ class Writer:
     def write(self, index: int) -> None:
         """Append the lines of the op that makes value `index`."""
         self.op, self.index, self.helpers = self.graph.op_of(index), index, 0
+        self.need_quantised()
         text = OPERATORS[self.op.name](self)
         self.assign(f"v{index}", text)
         self.values[index] = f"v{index}"
@@ -139,6 +143,20 @@ class Writer:
 
     def f(self, value: float) -> str:
         return self.dialect.f32(value)
+
+    def need_quantised(self) -> None:
+        """8 bits are for results, clamped to what they hold: frameworks differ in what becomes of larger numbers."""
+        if not isinstance(self.op.out, TensorSpec) or self.op.out.dtype != E4M3:
+            return
+        source = self.op.args[0]
+        if isinstance(source, Ref) and self.graph.tensor(source.to).dtype == E4M3:
+            return
+        if any(self.graph.op_of(u).out.dtype != E4M3 for u in self.graph.users(self.index)):
+            raise Unsupported("values are rounded to 8 bits in the middle of it")
+        clamp = self.graph.op_of(source.to) if isinstance(source, Ref) else None
+        limits = (clamp.args[1:3] if clamp and clamp.name == "clamp" else ()) or (None,)
+        if len(limits) != 2 or not all(isinstance(v, float | int) and abs(v) <= LARGEST_E4M3 for v in limits):
+            raise Unsupported("values that are not clamped to ±448 are made 8-bit floats")
 
     def need_float(self) -> None:
         if self.out != "float32":

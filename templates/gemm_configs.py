@@ -3,9 +3,11 @@
 import math
 
 from fusescout.templates import gemm_small as small
+from fusescout.templates.dialect import E4M3
 from fusescout.templates.gemm_problem import Problem
 
 from fusescout.device import Device
+from fusescout.ir import DTYPE_BYTES
 
 HOPPER = ("sm_90", "sm_90a")
 SHARED_BYTES = 227 * 1024
@@ -26,6 +28,8 @@ COSTLY = {
 """Clocks for 128 elements of an epilogue operator; one that is not listed takes about two."""
 SHORT = 64
 """Steps along K for which the copy engine isn't missed."""
+PROMOTED = 128
+"""Terms of 8 bits that the tensor cores may add up by themselves where their sums are promoted."""
 MANY = 4096
 """Rows from which on a tile of a width of its own is worth another kernel."""
 
@@ -78,11 +82,11 @@ def space(problem: Problem, device: Device, more: int = 0) -> list:
     found: list = small.vectors(problem)
     if not small.copied(problem):
         return sorted(found, key=lambda c: clocks(problem, c, device))
-    if device.arch in HOPPER:
+    if device.arch in HOPPER and not problem.promoted:
         found += small.splits(problem, device)
     rows = FEW_ROWS if problem.M <= small.FEW else ()
     shapes = rows + (WARP_SPECIALISED + _of_a_width(problem) if device.arch in HOPPER else GENERIC)
-    for shape in shapes:
+    for shape in map(_of_8_bits, shapes) if problem.x.dtype == E4M3 else shapes:
         config = _config(shape, device)
         while config["stages"] > (3 if _by_hand(config) else 2) and not _fits(problem, config):
             config["stages"] -= 1
@@ -112,6 +116,12 @@ def _of_a_width(p: Problem) -> tuple:
     return shapes if waste > 1.1 and width % 64 else ()
 
 
+def _of_8_bits(shape: tuple) -> tuple:
+    """A tile of the same bytes along K."""
+    schedule, bm, bn, bk, *rest = shape
+    return (schedule, bm, bn, bk * 2, *rest)
+
+
 def _config(shape: tuple, device: Device) -> dict:
     schedule, bm, bn, bk, stages, extra = shape
     config = {
@@ -137,12 +147,14 @@ def _by_hand(config: dict) -> bool:
 
 def _fits(p: Problem, c: dict) -> bool:
     gemms, outputs = len(p.weights), len(p.outputs)
-    loads = c["stages"] * (c["BM"] + gemms * c["BN"]) * c["BK"] * 2
+    loads = c["stages"] * (c["BM"] + gemms * c["BN"]) * c["BK"] * DTYPE_BYTES[p.x.dtype]
     buffers = 2 if c["schedule"] == "pingpong" else 0 if c["schedule"] == "auto" else 1
     shared = loads + buffers * c["BM"] * c["BN"] * 2
     warpgroups = 1 if c["schedule"] == "pingpong" else c["threads"] // 128
     sums = c["BM"] * c["BN"] * gemms // (128 * warpgroups)
-    registers = sums + c["BM"] * c["BN"] * (outputs - 1) // (2 * 128 * warpgroups)
+    registers = sums * (1 + p.promoted) + c["BM"] * c["BN"] * (outputs - 1) // (2 * 128 * warpgroups)
+    if p.promoted and (c["BK"] != PROMOTED or c["schedule"] == "roles"):
+        return False
     if c["schedule"] == "roles" and c["BK"] >= p.K:
         return False  # a pipelined loop of one trip
     if p.M <= small.FEW and c["BM"] > 16 and c["BM"] // 2 >= p.M:
@@ -162,8 +174,9 @@ def clocks(p: Problem, c: dict, device: Device, more: int = 0) -> float:
     elements = c["BM"] * c["BN"]
     steps = math.ceil(p.K / c["BK"])
     # A tile of m x n loads (m + n) per step for m * n products: below 128 x 128 the level-2 cache is the limit.
-    mma = elements * gemms * c["BK"] / MMA_PER_CLOCK
-    load = (c["BM"] + gemms * c["BN"] / c.get("cluster", 1)) * c["BK"] * 2 / 48
+    size = DTYPE_BYTES[p.x.dtype]
+    mma = elements * gemms * c["BK"] / MMA_PER_CLOCK * size / 2
+    load = (c["BM"] + gemms * c["BN"] / c.get("cluster", 1)) * c["BK"] * size / 48
     main = steps * max(mma / EFFICIENCY[c["schedule"]], load) + 600
     tail = (
         2

@@ -1,7 +1,8 @@
 """GEMM with any pointwise epilogue: linear, addmm, matmul, bmm, …, then bias, activation, residual, scale, casts, …"""
 
 from fusescout.templates import gemm_problem
-from fusescout.templates.dialect import HALF
+from fusescout.templates.dialect import E4M3
+from fusescout.templates.dialect import NARROW
 from fusescout.templates.dialect import dialect_for
 from fusescout.templates.expression import unsupported
 from fusescout.templates.gemm_ahead import ahead
@@ -15,6 +16,8 @@ from fusescout.templates.gemm_even import prepared_weight
 from fusescout.templates.gemm_even import with_prepared
 from fusescout.templates.gemm_plain import Plain
 from fusescout.templates.gemm_problem import Refused
+from fusescout.templates.gemm_promoted import narrow_refusal
+from fusescout.templates.gemm_promoted import promoting
 from fusescout.templates.gemm_small import copied
 from fusescout.templates.gemm_small import dotted
 from fusescout.templates.gemm_small import loadable
@@ -32,7 +35,7 @@ NAME = "gemm_epilogue"
 FAMILY = "gemm_epilogue"
 GEMMS = 1
 
-CPU_FLOATS = ("float32", *HALF)
+FLOATS = ("float32", *NARROW)
 WRITERS = {"plain": Plain, "vector": Vector, "split": Split}
 """Schedules with a writer of their own."""
 COPIED = 2
@@ -101,12 +104,14 @@ def refusal(graph: Subgraph, device: Device, gemms: int, every: bool = False, co
         return f"The matrix product mixes {' and '.join(sorted(dtypes))}."
     if min(problem.M, problem.N, problem.K) == 0:
         return "The matrix product is empty."
-    if any(o.dtype not in CPU_FLOATS for o in problem.outputs):
+    if any(o.dtype not in FLOATS for o in problem.outputs):
         return "A result is not a floating-point tensor of at most 32 bits."
     if device.kind == "cpu":
-        return None if dtypes <= set(CPU_FLOATS) else f"TileLang's C target has no {dtypes.pop()} here."
-    if not dtypes <= set(CPU_FLOATS):
+        return None if dtypes <= set(FLOATS) else f"TileLang's C target has no {dtypes.pop()} here."
+    if not dtypes <= set(FLOATS):
         return f"No GEMM for {dtypes.pop()} here."
+    if dtypes == {E4M3}:
+        return narrow_refusal(problem, device)
     if copied(problem) or (every and dotted(problem)) or (copies and can_be_even(problem)):
         return None
     if dtypes == {"float32"}:
@@ -124,6 +129,8 @@ def write(graph: Subgraph, config: dict, device: Device, gemms: int, name: str) 
         writes = holding(writes)
     if not _loads_itself(config, problem) and not copied(problem):
         writes = copying(writes)
+    if problem.promoted and device.kind == "cuda":
+        writes = promoting(writes)
     writer = writes(problem, config, dialect)
     source = writer.source(name)
     return Kernel(build(source, name), writer.params(), source, writer.pass_configs())

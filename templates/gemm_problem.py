@@ -28,6 +28,8 @@ from fusescout.ir import Ref
 from fusescout.ir import Subgraph
 from fusescout.ir import TensorSpec
 from fusescout.ir import substitute
+from fusescout.scaled import spelled_out
+from fusescout.scaled import sums_exactly
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Problem:
         graph: the sub-graph without views; `epilogue` are the value indices of its ops that must be computed.
         bias: value index added to the GEMM by the operator itself, or None. `alpha` and `beta` scale as in addmm.
         batch: sizes of the batch dimensions, outermost first; M, N and K are of one matrix.
+        promoted: sums must not stay in the tensor cores' accumulators for long (`gemm_promoted.py`).
     """
 
     M: int
@@ -105,6 +108,7 @@ class Problem:
     graph: Subgraph
     epilogue: tuple
     batch: tuple = ()
+    promoted: bool = False
 
     @property
     def w(self):
@@ -120,8 +124,13 @@ def read(graph: Subgraph, gemms: int = 1, turned: bool = False) -> Problem:
 
     The input and results may be `turned` where the caller knows how to deal with that.
     """
+    promoted = sums_exactly(graph)
+    try:
+        graph = spelled_out(graph)
+    except ValueError as reason:
+        raise Refused(str(reason)) from reason
     restated = unpacked(graph) if gemms == 2 else oriented(graph) if turned else None
-    problem = _read(restated.graph if restated else graph, gemms)
+    problem = replace(_read(restated.graph if restated else graph, gemms), promoted=promoted)
     if problem.x.turned and not turned:
         raise Refused("the rows of the GEMM's input are not contiguous in memory")
     if restated is None:

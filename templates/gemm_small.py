@@ -7,7 +7,8 @@ a quarter of all, as they overlap badly. It only orders configs; which one runs 
 
 import math
 
-from fusescout.templates.dialect import HALF
+from fusescout.templates.dialect import E4M3
+from fusescout.templates.dialect import NARROW
 from fusescout.templates.gemm_problem import Matrix
 from fusescout.templates.gemm_problem import Problem
 from fusescout.templates.gemm_vector import MOST_ROWS
@@ -52,13 +53,14 @@ def copied(p: Problem) -> bool:
 
 
 def loadable(o: Matrix) -> bool:
-    """Whether the copy engine can load an operand: 16-bit elements, rows that start at multiples of 16 bytes."""
-    return o.dtype in HALF and o.aligned and not any(s * 2 % BULK_BYTES for s in (o.pitch, *o.batch))
+    """Whether the copy engine can load an operand: narrow elements, rows that start at multiples of 16 bytes."""
+    size = SIZES.get(o.dtype, 0)
+    return o.dtype in NARROW and o.aligned and not any(s * size % BULK_BYTES for s in (o.pitch, *o.batch))
 
 
 def dotted(p: Problem) -> bool:
     """Whether dot products on CUDA cores can do it: a few rows, and adjacent elements along them."""
-    return p.M <= MOST_ROWS and not p.x.turned
+    return p.M <= MOST_ROWS and not p.x.turned and p.x.dtype != E4M3
 
 
 def vectors(p: Problem) -> list:

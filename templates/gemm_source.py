@@ -3,13 +3,14 @@
 import math
 
 from fusescout.templates import gemm_schedules as schedules
-from fusescout.templates.dialect import HALF
+from fusescout.templates.dialect import NARROW
 from fusescout.templates.dialect import Dialect
 from fusescout.templates.expression import emit
 from fusescout.templates.gemm_batch import indices
 from fusescout.templates.gemm_problem import Operand
 from fusescout.templates.gemm_problem import Problem
 
+from fusescout.ir import DTYPE_BYTES
 from fusescout.ir import FLOATS
 from fusescout.template import Param
 
@@ -28,10 +29,10 @@ class Writer:
         self.p, self.c, self.d = problem, config, dialect
         self.gemms, self.cluster = len(problem.weights), config.get("cluster", 1)
         self.matrices = math.prod(problem.batch)
-        half = next((o.dtype for o in problem.outputs if o.dtype in HALF), None)
+        half = next((o.dtype for o in problem.outputs if o.dtype in NARROW), None)
         through_shared = not dialect.cpu and config["BN"] % 16 == 0
         self.staged = [through_shared and o.dtype == half for o in problem.outputs]
-        self.bulk = [all(s % 8 == 0 for s in (o.pitch, *o.batch)) for o in problem.outputs]
+        self.bulk = [all(s * DTYPE_BYTES[o.dtype] % 16 == 0 for s in (o.pitch, *o.batch)) for o in problem.outputs]
         self.residual = self._residual()
 
     # ---- parameters -------------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ class Writer:
         if not manual or len(self.p.outputs) != 1 or not (self.staged[0] and self.bulk[0]):
             return None
         for k, o in enumerate(self.p.operands):
-            even = all(s % 8 == 0 for s in (o.stride[0], *o.batch)) and o.stride[-1] == 1
+            even = all(s * DTYPE_BYTES[o.dtype] % 16 == 0 for s in (o.stride[0], *o.batch)) and o.stride[-1] == 1
             if o.kind == "full" and o.dtype == self.p.outputs[0].dtype and even:
                 return k
         return None

@@ -8,6 +8,7 @@ two runs give the same bits.
 import math
 
 from fusescout.templates import gemm_schedules as schedules
+from fusescout.templates.dialect import E4M3
 from fusescout.templates.gemm_direct import Direct
 from fusescout.templates.gemm_problem import Problem
 from fusescout.templates.gemm_source import behind
@@ -15,7 +16,7 @@ from fusescout.templates.gemm_source import behind
 MOST_ROWS = 8
 """Above this the multiply-adds take longer than the weight's bytes."""
 VECTOR_BYTES = 16
-SIZES = {"float32": 4, "float16": 2, "bfloat16": 2}
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, E4M3: 1}
 
 DOTS = """
 @T.prim_func

@@ -30,11 +30,13 @@ from fusescout.regions.pieces import find_pieces
 from fusescout.regions.rows import find_rows
 from fusescout.regions.shared import find_shared
 from fusescout.regions.sums import find_sums
+from fusescout.scaled import SCALED
+from fusescout.scaled import scaled
 
 MAX_INPUTS = 12
 PREPARING = ("conv_epilogue", "gemm_shared_input")
 """Families whose parameters go into prepared constants, so that a kernel doesn't take each of them."""
-GEMMS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"})
+GEMMS = frozenset({"linear", "addmm", "mm", "matmul", "bmm", "baddbmm"}) | SCALED
 CUTS = frozenset({"getitem", "chunk", "split", "split_with_sizes", "slice"})
 
 
@@ -73,7 +75,7 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
     for names in find_shared(flow, gated):
         add("gemm_shared_input", names)
     for node in graph.nodes:
-        if node.op in GEMMS and node.is_op and isinstance(node.out, TensorSpec):
+        if _is_product(graph, node):
             for names in _epilogues(flow, node):
                 add("gemm_epilogue", names)
         if node.op in CONVOLUTIONS and node.is_op and isinstance(node.out, TensorSpec):
@@ -90,6 +92,13 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
     for names in find_copies(graph):
         add("conv_epilogue", and_convolutions(graph, names))
     return tuple(found.values())
+
+
+def _is_product(graph: Graph, node: Node) -> bool:
+    """A matrix product that can be an anchor; one with scales only if these come out of the sum."""
+    if node.op not in GEMMS or not node.is_op or not isinstance(node.out, TensorSpec):
+        return False
+    return node.op not in SCALED or scaled(node, lambda name: graph.by_name[str(name)].out) is not None
 
 
 def _is_family(graph: Graph, family: str, names: set[str]) -> bool:

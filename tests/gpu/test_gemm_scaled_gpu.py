@@ -1,0 +1,65 @@
+"""Products of 8-bit floats on Hopper's tensor cores, held to the tool's own rule: every schedule, scale and tail."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from config_spread import spread
+from fusescout.templates import gemm_epilogue
+from scaled_cases import E4M3
+from scaled_cases import gelu
+from scaled_cases import gelu_promoted
+from scaled_cases import half
+from scaled_cases import operands
+from scaled_cases import scaled_cases
+from template_cases import Case
+from test_gemm_template_gpu import synchronize
+
+from fusescout.contenders.tilelang import TileLang
+from fusescout.probe import describe_device
+from fusescout.verify import Verifier
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+LARGE = ("scaled_gelu", "scaled_gelu_promoted", "scaled_rows_silu_residual")
+
+
+def named(title, cases, names=()):
+    return [pytest.param(c, id=f"{c.name} {title}") for c in cases if not names or c.name in names]
+
+
+def long_sums(function):
+    """Terms of one sign: what the tensor cores cut off of their sums adds up."""
+    x, w, *scales = operands(256, 512, 8192)
+    x, w = (t.float().abs().to(E4M3) for t in (x, w))
+    return Case("scaled_long_sums", "gemm_epilogue", function, lambda: (x, w, *scales, half(512)))
+
+
+CASES = [
+    *named("tails everywhere", scaled_cases(1000, 528, 784)),
+    *named("several tiles for each block", scaled_cases(4104, 1552, 784), LARGE),
+    *named("16 rows", scaled_cases(16, 4096, 4096), LARGE),
+    *named("one step along K", scaled_cases(300, 208, 128), LARGE),
+    pytest.param(long_sums(gelu), id="long sums"),
+    pytest.param(long_sums(gelu_promoted), id="long sums, promoted"),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_schedule_passes_the_full_check(case, tmp_path_factory):
+    graph, inputs = case.traced("cuda")
+    device, contender = describe_device("cuda"), TileLang(cache_dir=tmp_path_factory.getbasetemp())
+    assert gemm_epilogue.supports(graph, device) is None
+    variants = [{"template": "gemm_epilogue", **c} for c in spread(gemm_epilogue.configs(graph, device))]
+    assert len({v["schedule"] for v in variants}) > 1
+    verifier, wrong = Verifier(graph, inputs, "cuda"), {}
+    with ThreadPoolExecutor(16) as pool:
+        built = list(pool.map(partial(contender.build, graph, device=device), variants))
+    for variant, made in zip(variants, built, strict=True):
+        made.run(inputs)
+        synchronize()
+        if reason := verifier.check(made.run, "full").reason:
+            wrong[str(variant)] = reason
+    assert not wrong
