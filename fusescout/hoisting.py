@@ -29,6 +29,8 @@ MARK = "prepared_constant"
 STATIC = "_dynamo_static_input_type"
 TABLE = "table"
 """In the meta of an input that stands for kept values: the sizes of the call's inputs decide its own."""
+CONTENT = "content"
+"""In the meta of a mask whose values are known: what they are, as in `TensorSpec.content`."""
 
 
 MOST_SETS = 64
@@ -180,28 +182,42 @@ def lift(module: fx.GraphModule, results: Sequence[fx.Node], prefix: str, in_pla
     """
     graph = module.graph
     inputs = graph.find_nodes(op="placeholder")
-    inside, waiting = set(results), list(results)
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in inside:
-                inside.add(source)
-                waiting.append(source)
-    sources = tuple(k for k, n in enumerate(inputs) if n in inside)
-    prepare = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node in inside:
-            copied[node] = prepare.node_copy(node, copied.__getitem__)
-    prepare.output([copied[n] for n in results])
+    inside = _above(results)
+    prepare, sources = part_off(module, results)
     last = inputs[-1] if inputs else None
     for k, node in enumerate(results):
         with graph.inserting_after(last) if last else graph.inserting_before():
             last = graph.placeholder(f"{prefix}_{k}")
         last.meta = {"val": node.meta["val"], "tensor_dict": {STATIC: "unguarded"}}
+        last.meta |= {CONTENT: node.meta[CONTENT]} if CONTENT in node.meta else {}
         node.replace_all_uses_with(last)
     for node in reversed(graph.nodes):
         if node in inside and not node.users and node.op != "placeholder":
             graph.erase_node(node)
     graph.lint()
     module.recompile()
-    return Hoisted(fx.GraphModule(module, prepare), sources, tuple(n.meta["val"] for n in results), in_place)
+    return Hoisted(prepare, sources, tuple(n.meta["val"] for n in results), in_place)
+
+
+def part_off(module: fx.GraphModule, results: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """A copy of what makes some nodes, which gives them in a list, and which inputs of the graph it takes."""
+    inside = _above(results)
+    prepare = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if node in inside:
+            copied[node] = prepare.node_copy(node, copied.__getitem__)
+    prepare.output([copied[n] for n in results])
+    inputs = module.graph.find_nodes(op="placeholder")
+    return fx.GraphModule(module, prepare), tuple(k for k, n in enumerate(inputs) if n in inside)
+
+
+def _above(results: Sequence[fx.Node]) -> set[fx.Node]:
+    """Nodes and all they are made of."""
+    found, waiting = set(results), list(results)
+    while waiting:
+        for source in waiting.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                waiting.append(source)
+    return found

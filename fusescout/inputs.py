@@ -13,10 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fusescout.causal import Positions
+from fusescout.causal import special_positions
 from fusescout.convolution import CONVOLUTIONS
 from fusescout.flops import op_class
 from fusescout.ir import FLOAT8
 from fusescout.ir import FLOATS
+from fusescout.ir import LOWER
 from fusescout.ir import Op
 from fusescout.ir import Ref
 from fusescout.ir import Subgraph
@@ -98,12 +101,15 @@ class InputSource:
 
         Parameters of convolutions and batch norms, and constants that are multiplied or added behind a convolution or
         linear, are the captured ones at other places in every case: scaled, infinite or negative ones are no model's,
-        and a folded weight need not do with them what the two operators do.
+        and a folded weight need not do with them what the two operators do. A mask that is known to hold a causal order
+        holds it in every case.
 
         The values of causal attention get NaN and infinities at their first position, which every query sees: what a
         hidden one does (0 * NaN) depends on how many positions a library's kernel takes at a time. Its queries and keys
         are scaled up by 8 only: of scores of 1e6 attention picks one by rounding error, and the library's own error is
-        29 where values are up to 80 (T5-base in bf16, H200).
+        29 where values are up to 80 (T5-base in bf16, H200). Where causal attention is written out, with a mask that is
+        known, queries and keys get NaN and infinities at late positions: a query that sees nothing but scores of minus
+        infinity, as the first ones soon would, gets 0 of the built-in attention and NaN of a softmax.
 
         8-bit floats reach from their subnormals to near their largest in every case, and NaN only where that is asked
         for. The scales of their products are positive; a single one stays finite, as all results are of it.
@@ -116,13 +122,16 @@ class InputSource:
             generator = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + order * 1009 + k * 31 + draw)
             seen = None if self.captured is None else self.captured[k]
             role = _parameter(self.graph, k)
-            if role == "scale":
+            if spec.content:
+                value = _order(spec, self.device)
+            elif role == "scale":
                 value = _scale(case, spec, seen, generator)
             elif role and case != "captured":
                 value = _value("normal" if seen is None else "shuffled", spec, seen, generator)
             else:
                 factor = 8.0 if makes_scores(self.graph, k) else 1e3
-                value = _value(case, spec, seen, generator, factor, seen_by_all=_is_causal_value(self.graph, k))
+                part = (-2, 0, 1) if _is_causal_value(self.graph, k) else special_positions(self.graph, k)
+                value = _value(case, spec, seen, generator, factor, part)
             if role == "variance" and seen is None:
                 value = value.abs() + 2**-6
             if draw and spec.dtype in FLOATS and role != "scale":
@@ -186,17 +195,23 @@ def _is_causal_value(graph: Subgraph, index: int) -> bool:
     return False
 
 
+def _order(spec: TensorSpec, device: str) -> Tensor:
+    """The causal order that a mask is known to hold."""
+    below = torch.ones(spec.shape[-2:], dtype=torch.bool, device=device).tril()
+    return below if spec.content == LOWER else ~below
+
+
 def _value(
     case: str,
     spec: TensorSpec,
     seen: Tensor | None,
     generator: torch.Generator,
     factor: float = 1e3,
-    seen_by_all: bool = False,
+    positions: Positions | None = None,
 ) -> Tensor:
     """Values on the generator's device in the spec's dtype; the shape may have size 1 where the stride is 0.
 
-    `factor` is that of "large". `seen_by_all` puts NaN and infinities at place 0 of the last dimension but one only.
+    `factor` is that of "large". NaN and infinities are put at some `positions` only: a dimension, the first, how many.
     """
     shape = [1 if s == 0 else n for n, s in zip(spec.shape, spec.stride, strict=True)]
     distinct = None if seen is None else _distinct(seen, spec)
@@ -210,7 +225,8 @@ def _value(
         value = normal.to(dtype)
         for special in {"special": ("nan", "+inf", "-inf"), "normal": ()}.get(case, (case,)):
             if value.numel() > 0:
-                part = value.select(-2, 0) if seen_by_all else value
+                narrow = positions is not None and value.shape[positions[0]] > 1
+                part = value.narrow(*positions) if positions is not None and narrow else value
                 at = torch.randint(part.numel(), (1,), generator=generator, device=generator.device)
                 part[tuple(torch.unravel_index(at, part.shape))] = float(special)
         return value

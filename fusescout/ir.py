@@ -24,13 +24,16 @@ DTYPE_BYTES = {
 FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 FLOAT8 = frozenset({"float8_e4m3fn", "float8_e5m2"})
 """Floats that are only stored and multiplied: nothing is computed in them."""
+LOWER, UPPER = "lower", "upper"
+"""What masks hold: true on and below the diagonal of each matrix and false above it, or the reverse."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Static facts of one tensor. `stride` is in elements; `aligned` says its address is a multiple of 16 bytes.
 
-    `constant` marks a parameter or buffer of the model, or what is made of these alone: it changes rarely.
+    `constant` marks a parameter or buffer of the model, or what is made of these alone: it changes rarely. `content`
+    is `LOWER` or `UPPER` where the values are known to be that; while a patched model runs, they are watched.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +42,7 @@ class TensorSpec:
     requires_grad: bool = False
     aligned: bool = True
     constant: bool = False
+    content: str = ""
 
     @property
     def numel(self) -> int:
@@ -268,7 +272,8 @@ def encode(value: Any) -> Any:
             "shape": list(value.shape), "dtype": value.dtype, "stride": list(value.stride),
             "requires_grad": value.requires_grad, "aligned": value.aligned,
         }  # fmt: skip
-        return raw | {"constant": True} if value.constant else raw
+        raw |= {"constant": True} if value.constant else {}
+        return raw | {"content": value.content} if value.content else raw
     if isinstance(value, Ref):
         return {"ref": value.to}
     if isinstance(value, Const):
@@ -308,6 +313,7 @@ def _spec(raw: dict[str, Any]) -> TensorSpec:
         raw["requires_grad"],
         raw["aligned"],
         raw.get("constant", False),
+        raw.get("content", ""),
     )
 
 

@@ -63,11 +63,16 @@ from fusescout.plan import Composition
 from fusescout.plan import Entry
 from fusescout.plan import Plan
 from fusescout.probe import describe_device
+from fusescout.restride import copy_of
 from fusescout.rewrite import Prepared
 from fusescout.rewrite import rewrite
+from fusescout.watched import Watched
+from fusescout.watched import left_for_contents
+from fusescout.watched import rests_on_contents
 
 Trace = Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
 NOT_PLANNED = "no chain of it is in the plan"
+OTHER_MASKS = "an attention mask holds something else than the plan rests on, so the framework heeds it"
 
 
 class Backend:
@@ -89,6 +94,7 @@ class Backend:
         self.counters = Counters()
         self.new_shapes = NewShapes(policy, plan, self.device, self.counters, self.cache_dir)
         self.hoisted: list[Hoisted] = []
+        self.watched: list[Watched] = []
         self._kept: dict[str, Kept] = {}
         self._operators: dict[str, Any] = {}
         self._lock = threading.RLock()
@@ -103,6 +109,7 @@ class Backend:
                 return run_eagerly(module)
             try:
                 aten = trace(module, inputs)
+                watched = Watched(aten)
                 once = compute_once(aten) if self.plan.computed_once else Once()
                 relaid = self._relaid(number, aten)
                 graph = encode_graph(aten, number)
@@ -116,16 +123,16 @@ class Backend:
             inputs = once.extended(inputs)
             unknown = self.new_shapes.counterparts(graph)
             if not unknown:
-                return once.bind(self._carried_out(number, module, aten, graph, inputs, changed))
+                return once.bind(self._carried_out(number, module, aten, graph, inputs, changed, watched))
             original, gradients = fx.GraphModule(aten, copy.deepcopy(aten.graph)), torch.is_grad_enabled()
-            run = Replaceable(self._carried_out(number, module, aten, graph, inputs, changed))
+            run = Replaceable(self._carried_out(number, module, aten, graph, inputs, changed, watched))
 
             def again() -> None:
                 examples = [node.meta["val"] for node in original.graph.find_nodes(op="placeholder")]
                 try:
                     with compile_lock, self._lock, torch.set_grad_enabled(gradients):  # in Dynamo's order
                         encoded = encode_graph(original, number)
-                        run.current = self._carried_out(number, module, original, encoded, examples, changed)
+                        run.current = self._carried_out(number, module, original, encoded, examples, changed, watched)
                 except Exception as error:  # isolation boundary: it may run in a call, which goes on as before
                     self.new_shapes.failed(error)
 
@@ -152,9 +159,15 @@ class Backend:
         graph: Graph,
         inputs: list[Any],
         changed: bool,
+        watched: Watched,
     ) -> Callable[..., Any]:
         """The graph with all it has of the plan replaced; `changed` says that it differs from Dynamo's already."""
-        done = rewrite(aten, graph, (*self.plan.entries, *self.new_shapes.entries), lambda e, _: self._operator(e))
+        entries = (*self.plan.entries, *self.new_shapes.entries)
+        done = rewrite(aten, graph, entries, lambda e, _: self._operator(e))
+        made = {replacement.entry for replacement in done}
+        watching = [entry for entry in entries if rests_on_contents(entry)]
+        missing = [entry for entry in watching if entry.id not in made]
+        self.counters.fallbacks |= dict.fromkeys(left_for_contents(graph, missing), OTHER_MASKS)
         for replacement in done:
             self.counters.replaced[replacement.entry] = self.counters.replaced.get(replacement.entry, 0) + 1
         if not done and not changed:
@@ -164,9 +177,26 @@ class Backend:
             del self.counters.fallbacks[f"graph {number}"]
         hoisted = hoist(aten)
         if hoisted is None:
-            return self._compose(number, module, aten, inputs)
-        self.hoisted.append(hoisted)
-        return hoisted.bind(self._compose(number, module, aten, [*inputs, *hoisted.examples(inputs)]))
+            run = self._compose(number, module, aten, inputs)
+        else:
+            self.hoisted.append(hoisted)
+            run = hoisted.bind(self._compose(number, module, aten, [*inputs, *hoisted.examples(inputs)]))
+        if watched.may_change and made.intersection(entry.id for entry in watching):
+            self.watched.append(watched)
+            return watched.bind(run, self._with_other_masks(number, module))
+        return run
+
+    def _with_other_masks(self, number: int, module: fx.GraphModule) -> Callable[..., Any]:
+        """The graph as the framework runs it, counted; it is given kept values after its own inputs."""
+        plain, own = copy_of(module), len(module.graph.find_nodes(op="placeholder"))
+
+        def call(*inputs: Any) -> Any:
+            self.counters.fallbacks[f"masks of graph {number}"] = OTHER_MASKS
+            self.counters.framework_calls += 1
+            return plain(*inputs[:own])
+
+        run_eagerly(plain)
+        return call
 
     def _counted(self, run: Callable[..., Any]) -> Callable[..., Any]:
         counters = self.counters
@@ -270,6 +300,8 @@ class Patched:
         """Make anew what was prepared of parameters; needed only after a write through `.data`, which torch hides."""
         for hoisted in self._backend.hoisted:
             hoisted.forget()
+        for watched in self._backend.watched:
+            watched.forget()
 
     def undo(self) -> None:
         """Give the model back the call it had, in any order with other patches. Calling it twice does nothing more."""

@@ -119,6 +119,13 @@ def make_inputs_source(subgraph: ir.Subgraph, name: str = "make_inputs") -> str:
         extent = 1 + sum((n - 1) * s for n, s in zip(spec.shape, spec.stride, strict=True)) if spec.numel else 0
         skip = 0 if spec.aligned else 1
         size, place = f"({skip + extent},)", "generator=generator, device=device"
+        if spec.content:
+            order = {ir.LOWER: "tril()", ir.UPPER: "triu(1)"}[spec.content]
+            lines.append(f"    mask = torch.ones({spec.shape[-2:]}, dtype=torch.bool, device=device).{order}")
+            distinct = tuple(1 if s == 0 else n for n, s in zip(spec.shape, spec.stride, strict=True))
+            kept = f"torch.empty_strided({distinct}, {spec.stride}, dtype=torch.bool, device=device)"
+            lines.append(f"    inputs.append({kept}.copy_(mask).expand({spec.shape}))")
+            continue
         if spec.dtype == "bool":
             flat = f"torch.randint(0, 2, {size}, {place}).bool()"
         elif spec.dtype in FLOATS:

@@ -17,6 +17,7 @@ from fusescout.templates.gemm_batch import agreed
 from fusescout.templates.layout import argument
 from fusescout.templates.operators import Unsupported
 
+from fusescout.causal import without_order
 from fusescout.ir import FLOATS
 from fusescout.ir import Op
 from fusescout.ir import Ref
@@ -83,16 +84,16 @@ def read(graph: Subgraph) -> Problem:
         Refused: it is something else, or a form of it that is not covered.
     """
     try:
-        return _Reader(graph).problem()
+        return _Reader(*without_order(graph)).problem()
     except Unsupported as reason:
         raise Refused(str(reason)) from reason
 
 
 class _Reader:
-    """Finds the parts by walking back from the result."""
+    """Finds the parts by walking back from the result; `ordered` says that a causal mask was left out of it."""
 
-    def __init__(self, graph: Subgraph) -> None:
-        self.graph, self.first = graph, len(graph.inputs)
+    def __init__(self, graph: Subgraph, ordered: bool) -> None:
+        self.graph, self.first, self.ordered = graph, len(graph.inputs), ordered
         if len(graph.outputs) != 1:
             raise Refused("more than one value leaves it")
         if not any(op.name == ATTENTION or op.name in SOFTMAXES for op in graph.ops):
@@ -157,7 +158,8 @@ class _Reader:
         extra = tuple(i for i in sorted(above - inner) if i < self.first)
         scale, plain = self._scale(chain, scores, weighed) if not extra else (1.0, False)
         key = (product.args[1].to, -1)
-        return self._made(product.args[0].to, key, op.args[1].to, extra, chain, scores, weighed, scale, plain, False)
+        q, v = product.args[0].to, op.args[1].to
+        return self._made(q, key, v, extra, chain, scores, weighed, scale, plain, self.ordered)
 
     def _above(self, value: int) -> set:
         """A value and all it is computed from."""

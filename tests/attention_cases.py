@@ -66,6 +66,12 @@ def capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return F.softmax(torch.where(mask, scores, torch.finfo(scores.dtype).min), dim=-1) @ v
 
 
+def ordered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """minGPT's: the mask says what is hidden."""
+    scores = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(q.shape[-1]))
+    return side_by_side(F.softmax(scores.masked_fill(mask, float("-inf")), dim=-1) @ v)
+
+
 def batches(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(F.softmax(torch.bmm(q, k.transpose(1, 2)) * 0.2, -1), v)
 
@@ -105,6 +111,10 @@ ATTENTION = [
     Case("written", "attention", written, lambda: (*qkv(2, 150, 150, 3, 64), randn(2, 1, 1, 150))),
     Case(
         "batches", "attention", batches, lambda: (randn(6, 90, 40), *(randn(6, 50, 40, seed=s) for s in (1, 2))),
+    ),
+    Case(
+        "ordered", "attention", ordered,
+        lambda: (*qkv(2, 300, 300, 2, 96), torch.ones(1, 1, 300, 300, dtype=torch.bool).triu(1)), ordered=True,
     ),
     Case(
         "masked", "attention", lambda q, k, v, m: attend(q, k, v, m),

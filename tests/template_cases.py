@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from fusescout.capture.encode import encode_graph
+from fusescout.capture.mask_contents import content_of
 from fusescout.ir import Subgraph
 
 
@@ -26,6 +27,8 @@ class Case:
     function: Callable
     inputs: Callable[[], tuple]
     parameters: int | None = None
+    ordered: bool = False
+    """Its masks are causal order, and known to be."""
 
     def traced(self, device: str = "cpu", dtype: torch.dtype | None = None) -> tuple[Subgraph, list[Tensor]]:
         """The sub-graph and its inputs in order; `dtype` replaces float32."""
@@ -33,7 +36,9 @@ class Case:
         graph, inputs = trace(self.function, given)
         constant = {id(t) for t in given[self.parameters :]} if self.parameters else set()
         specs = zip(graph.inputs, inputs, strict=True)
-        return replace(graph, inputs=tuple(replace(s, constant=id(t) in constant) for s, t in specs)), inputs
+        told = {id(t): content_of(t) for t in given if self.ordered and t.dtype == torch.bool}
+        facts = (replace(s, constant=id(t) in constant, content=told.get(id(t), "")) for s, t in specs)
+        return replace(graph, inputs=tuple(facts)), inputs
 
 
 def trace(function: Callable, inputs: tuple) -> tuple[Subgraph, list[Tensor]]:

@@ -40,6 +40,7 @@ from fusescout.capture.autocast import state
 from fusescout.capture.autocast import uses_autocast
 from fusescout.capture.functional import make_functional
 from fusescout.capture.literals import fold_literals
+from fusescout.capture.mask_contents import note_contents
 from fusescout.capture.mask_layout import lay_out_masks
 from fusescout.capture.masks import restore
 from fusescout.capture.masks import specialise_masks
@@ -76,7 +77,8 @@ def to_aten(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
 
     Args:
         gm: what Dynamo gave its back end.
-        example_inputs: its inputs, real or fake; only shapes, strides, dtypes and grad needs are used.
+        example_inputs: its inputs, real or fake; shapes, strides, dtypes and grad needs are used, and of masks that
+            the model keeps the values (`mask_contents.py`).
 
     Returns:
         A module with `meta["val"]` on every node: a fake tensor with the true `requires_grad`, a tuple of them, or
@@ -105,6 +107,7 @@ def to_aten(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         new._rename(old.name)
         new.target = new.name
     result.recompile()
+    note_contents(result, example_inputs)
     return result
 
 

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fusescout import ir
+from fusescout.hoisting import CONTENT
 from fusescout.hoisting import MARK
 from fusescout.hoisting import STATIC
 from fusescout.hoisting import TABLE
@@ -69,7 +70,7 @@ def encode_graph(
                 target=target_name(node),
                 args=() if node.op == "placeholder" else _args(node),
                 kwargs=tuple((k, encode_arg(v)) for k, v in node.kwargs.items()),
-                out=_out(real[node]) if node in real else _out(node.meta.get("val")),
+                out=_told(_out(real[node]) if node in real else _out(node.meta.get("val")), node),
                 module=module_path(node.meta, modules or {}),
                 source=source_line(node.meta),
                 mutates=writes(node),
@@ -78,6 +79,11 @@ def encode_graph(
         )
     idle = dead(nodes, outputs)
     return ir.Graph(index, tuple(replace(n, dead=n.name in idle) for n in nodes), tuple(outputs))
+
+
+def _told(out: ir.Out, node: fx.Node) -> ir.Out:
+    """The facts with what is known of the values."""
+    return replace(out, content=node.meta.get(CONTENT, "")) if isinstance(out, ir.TensorSpec) else out
 
 
 def _is_parameter(node: fx.Node) -> bool:

@@ -54,12 +54,12 @@ def specialise_masks(gm: fx.GraphModule) -> dict[fx.Node, Arguments]:
         mask = mask_of(node)
         if mask not in constants:
             continue
-        with _for_real():
+        with for_real():
             allowed = _allowed(_evaluate(mask, values))
         if allowed is None:
             continue
         rows, columns = (int(source.meta["val"].shape[-2]) for source in node.args[:2])
-        with _for_real():
+        with for_real():
             causal = torch.ones(rows, columns, dtype=torch.bool, device=allowed.device).tril()
             masks_nothing, is_causal = bool(allowed.all()), bool((allowed == causal).all())
         if not masks_nothing and not is_causal:
@@ -162,7 +162,7 @@ def _allowed(mask: Any) -> Tensor | None:
 
 
 @contextmanager
-def _for_real() -> Iterator[None]:
+def for_real() -> Iterator[None]:
     """Out of the tracer's world of fake tensors."""
     with tracing(None), _disable_current_modes(), torch.no_grad():
         yield

@@ -19,6 +19,7 @@ from attention_cases import windows
 from template_cases import Case
 from template_cases import randn
 
+from fusescout.contenders.framework import Framework
 from fusescout.contenders.tilelang import TileLang
 from fusescout.mutants import ACCEPTED
 from fusescout.mutants import self_test
@@ -125,3 +126,13 @@ def test_a_row_that_sees_nothing_is_zero(contender):
     for variant in variants:
         (out,) = contender.build(graph, variant, DEVICE).run(inputs)
         assert not out[-1].any(), variant
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_causal_order_by_a_mask_is_the_frameworks_causal_attention(dtype):
+    (case,) = (c for c in ATTENTION if c.name == "ordered")
+    graph, inputs = case.traced("cuda", dtype)
+    built = Framework().build(graph, Framework().variants(graph, DEVICE, "quick")[0], DEVICE)
+    assert ", None, 0.0, True" in built.source
+    outcome = Verifier(graph, inputs, "cuda").check(built.run, "full")
+    assert not outcome.reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fusescout.causal import behind_order
 from fusescout.contenders.framework.surgery import Step
 from fusescout.contenders.framework.surgery import dense
 from fusescout.contenders.framework.surgery import ints
@@ -40,7 +41,7 @@ def attention(graph: Subgraph) -> Step | None:
         found = _scores(graph, op.inputs[0])
         if found is None:
             continue
-        query, key, mask, scale, inner = found
+        query, key, mask, scale, causal, inner = found
         product = graph.tensor(min(inner)).shape  # in between it may have other shapes, of the same rows
         if product != graph.tensor(weights).shape or product[-1] != graph.tensor(index).shape[-1]:
             continue
@@ -54,7 +55,8 @@ def attention(graph: Subgraph) -> Step | None:
         if len({s.dtype for s in specs if isinstance(s, TensorSpec)}) != 1 or specs[-1] is None:
             continue
         call = _Call(graph, last)
-        new = call.ops(Ref(query), call.straight_key(key), Ref(value), None if mask is None else Ref(mask), scale)
+        shown = None if mask is None else Ref(mask)
+        new = call.ops(Ref(query), call.straight_key(key), Ref(value), shown, scale, causal)
         return "scaled_dot_product_attention", splice(graph, members, users[0], new)
     return None
 
@@ -92,7 +94,7 @@ class _Call:
         out = replace(spec, shape=(1, *spec.shape), stride=(spec.shape[0] * spec.stride[0], *spec.stride))
         return self._put("aten.unsqueeze.default", (ref, 0), out)
 
-    def ops(self, query: Ref, key: Ref, value: Ref, mask: Ref | None, scale: float) -> list[Op]:
+    def ops(self, query: Ref, key: Ref, value: Ref, mask: Ref | None, scale: float, causal: bool) -> list[Op]:
         out = self.last.out
         assert isinstance(out, TensorSpec)
         rank = len(self._spec(query).shape)
@@ -100,7 +102,7 @@ class _Call:
         masked = None if mask is None else self._batched(mask, rank)
         shape = (1, *out.shape) if rank == 3 else out.shape
         made = dense(shape, out.dtype)
-        call = (*operands, masked, 0.0, False)
+        call = (*operands, masked, 0.0, causal)
         result = self._put("aten.scaled_dot_product_attention.default", call, made, scale=scale)
         if rank == 3:
             result = self._put("aten.squeeze.dim", (result, 0), out)
@@ -150,13 +152,14 @@ def _order(op: Op, rank: int) -> list[int]:
     return order
 
 
-def _scores(graph: Subgraph, index: int) -> tuple[int, int, int | None, float, set[int]] | None:
-    """(query, transposed key, mask, scale, members) of the scores that go into a softmax.
+def _scores(graph: Subgraph, index: int) -> tuple[int, int, int | None, float, bool, set[int]] | None:
+    """(query, transposed key, mask, scale, is causal, members) of the scores that go into a softmax.
 
-    `masked_fill` is no mask here: it takes a NaN out of a hidden score, to which attention adds -inf.
+    `masked_fill` is no mask here: it takes a NaN out of a hidden score, to which attention adds -inf. Of one that is
+    known to be causal order attention makes the same: it takes hidden scores out too.
     """
     members: set[int] = set()
-    mask, scale = None, 1.0
+    mask, scale, order = None, 1.0, None
     for _ in range(MOST_STEPS):
         op = graph.op_of(index)
         if op is None:
@@ -164,10 +167,12 @@ def _scores(graph: Subgraph, index: int) -> tuple[int, int, int | None, float, s
         members.add(index)
         found = numbers(op)
         if op.name in ("matmul", "bmm"):
-            moved = any(o and o.name in REGROUPS | REORDERS for o in map(graph.op_of, members))
-            if mask is not None and moved:
+            views = {o.name for o in map(graph.op_of, members) if o} & (REGROUPS | REORDERS)
+            if mask is not None and (views or order):
                 return None
-            return int(op.inputs[0]), int(next(refs(op.args[1]))), mask, scale, members
+            if order and (views & REORDERS or order != graph.tensor(index).shape[-2:]):
+                return None
+            return int(op.inputs[0]), int(next(refs(op.args[1]))), mask, scale, order is not None, members
         if op.name in ("mul", "div") and len(op.inputs) == 1 and len(found) == 1 and op.args[0] == Ref(op.inputs[0]):
             scale *= found[0] if op.name == "mul" else 1 / found[0]
         elif op.name == "add" and len(op.inputs) == 2 and mask is None and scale == 1.0 and not op.kwargs:
@@ -176,6 +181,10 @@ def _scores(graph: Subgraph, index: int) -> tuple[int, int, int | None, float, s
                 return None
             mask = next(i for i in op.inputs if i != inner[0])
             index = inner[0]
+            continue
+        elif (below := behind_order(graph, index)) is not None and mask is None and order is None and scale == 1.0:
+            order = graph.tensor(index).shape[-2:]
+            index = below
             continue
         elif not _is_same(graph, index):
             return None
