@@ -2,10 +2,12 @@
 
 A norm that the model spells out and one it calls are then the same to the template. Primitive reductions are `sum`,
 `amax`, `amin`; and for rows that are walked in chunks, where every pass reads them again, two more: `head`, the mean
-of a row's first chunk, and `sumexp`, which is summed up in the pass that finds the maximum.
+of a row's first chunk, and `sumexp`, which is summed up in the pass that finds the maximum. A `sum` in float64 is one
+whose parts meet in float64; `high` and `low` are the two float32 numbers that its quotient by a constant is made of.
 """
 
 import math
+from dataclasses import dataclass
 from dataclasses import replace
 
 from fusescout.templates.layout import argument
@@ -19,6 +21,8 @@ from fusescout.ir import substitute
 
 PICK = "row_pick"
 """Of a full-row value the one at a place that is known per row; computed for itself, not kept from a pass."""
+HIGH, LOW = "row_high", "row_low"
+"""The two parts of a mean."""
 LIMITS = {"float32": 1.1920928955078125e-07, "float16": 0.0009765625, "bfloat16": 0.0078125}
 
 
@@ -72,14 +76,19 @@ class Expansion:
         shape = tuple(map(max, zip(*shapes, strict=True)))
         return Ref(self.add(Op(f"aten.{name}.Tensor", args, (), TensorSpec(shape, dtype, _contiguous(shape)))))
 
-    def reduce(self, name: str, x: Ref, axes: tuple, *more: Ref) -> Ref:
+    def reduce(self, name: str, x: Ref, axes: tuple, *more: Ref, dtype: str = "float32") -> Ref:
         shape = tuple(1 if d in axes else n for d, n in enumerate(self.spec(x).shape))
-        out = TensorSpec(shape, "float32", _contiguous(shape))
+        out = TensorSpec(shape, dtype, _contiguous(shape))
         return Ref(self.add(Op(f"aten.{name}.default", (x, axes, True, *more), (), out)))
 
     def pick(self, x: Ref, place: Ref) -> Ref:
         """The element of each row at a place."""
         return Ref(self.add(Op(f"aten.{PICK}.default", (x, place), (), replace(self.spec(place), dtype="float32"))))
+
+    def part(self, name: str, total: Ref, count: int) -> Ref:
+        """`HIGH` or `LOW` of a float64 sum over a count."""
+        spec = replace(self.spec(total), dtype="float32")
+        return Ref(self.add(Op(f"aten.{name}.default", (total, count), (), spec)))
 
     def out(self, ref: Ref) -> Ref:
         """The last op's result, with the spec the model's operator has."""
@@ -129,22 +138,54 @@ def _extreme(e: Expansion) -> Ref:
     return e.out(e.full("where", e.full("gt", broken, 0, dtype="bool"), math.nan, top))
 
 
-def _moments(e: Expansion, x: Ref, axes: tuple) -> tuple:
-    """(shift, d = x - shift, mean of d or None, sum of squared deviations from the mean), the shift near the mean.
+@dataclass(frozen=True)
+class Moments:
+    """Of rows x: their mean is `shift` + `rest`, `d` = x - `shift`, and `squares` sums the squared deviations from it.
 
-    In registers the shift is the mean itself, and the mean of d its rounding error: small, but not next to a small
-    variance. Rows that are walked take the mean of their first chunk and need one pass less. It is within
-    sqrt(chunks) deviations of the row's mean, so the difference below magnifies errors by no more than 1 + chunks.
+    `rest` is None where it is of no account; `mean` is both in one number.
+    """
+
+    shift: Ref
+    d: Ref
+    rest: Ref | None
+    mean: Ref
+    squares: Ref
+
+
+def _moments(e: Expansion, x: Ref, axes: tuple) -> Moments:
+    """Mean and squares, so that of x - mean little is lost where x is near the mean.
+
+    Rows that are walked are shifted by the mean of their first chunk and need one pass less. It is within sqrt(chunks)
+    deviations of the row's mean, so the difference below magnifies errors by no more than 1 + chunks.
     """
     count = e.count(x, axes)
+    if e.spec(x).dtype == "float32" and not e.cpu:
+        return _exact_moments(e, x, axes, count)
     shift = e.reduce("head", x, axes) if e.walked else _mean_of(e, x, axes)
     d = e.full("sub", x, shift)
     squares = e.reduce("sum", e.full("mul", d, d), axes)
     if not e.walked and e.spec(x).dtype != "float32":
-        return shift, d, None, squares
+        return Moments(shift, d, None, shift, squares)
     rest = _mean_of(e, d, axes)
     squares = e.full("sub", squares, e.full("mul", e.full("mul", rest, rest), count))
-    return shift, d, rest, e.full("clamp_min", squares, 0.0)
+    return Moments(shift, d, rest, e.full("add", shift, rest), e.full("clamp_min", squares, 0.0))
+
+
+def _exact_moments(e: Expansion, x: Ref, axes: tuple, count: int) -> Moments:
+    """In float32 eager's own error is so small that the order of a sum shows: its parts meet in float64 here.
+
+    The mean of x - shift would not do: all elements in one power of two are rounded alike there, which made 9 times the
+    error that the mean itself has (15876 normal elements: 8.6e-9 and 0.9e-9).
+    """
+    total = e.reduce("sum", x, axes, dtype="float64")
+    high, low = e.part(HIGH, total, count), e.part(LOW, total, count)
+    shift = e.reduce("head", x, axes) if e.walked else high
+    shifted = e.full("sub", x, shift)
+    squares = e.part(HIGH, e.reduce("sum", e.full("mul", shifted, shifted), axes, dtype="float64"), 1)
+    off = e.full("add", e.full("sub", high, shift), low) if e.walked else low
+    squares = e.full("sub", squares, e.full("mul", e.full("mul", off, off), count))
+    d = e.full("sub", x, high) if e.walked else shifted
+    return Moments(high, d, low, high, e.full("clamp_min", squares, 0.0))
 
 
 def _variance(e: Expansion) -> Ref:
@@ -156,7 +197,7 @@ def _variance(e: Expansion) -> Ref:
         correction = 1.0 if e.arg(1, "unbiased", True) else 0.0
     else:
         correction = 1.0 if e.arg(2, "unbiased", True) else 0.0
-    return e.full("div", _moments(e, x, axes)[3], max(0.0, e.count(x, axes) - correction))
+    return e.full("div", _moments(e, x, axes).squares, max(0.0, e.count(x, axes) - correction))
 
 
 def _var(e: Expansion) -> Ref:
@@ -228,24 +269,40 @@ def _affine(e: Expansion, y: Ref, weight, bias) -> Ref:
 def _normalised(e: Expansion, weight, bias, eps: float, fused: bool) -> Ref:
     """(x - mean) scale weight + bias.
 
-    `fused`: some eager kernels compute x a + (bias - mean a), a = scale weight, which differs where a is infinite. What
-    the sum in brackets was rounded by is added again.
+    `fused`: some eager kernels compute x a + (bias - mean a), a = scale weight, which differs where a is infinite.
     """
     x = e.source()
-    shift, d, rest, squares = _moments(e, x, e.axes)
-    scale = e.full("rsqrt", e.full("add", e.full("div", squares, e.count(x, e.axes)), eps))
+    found = _moments(e, x, e.axes)
+    scale = e.full("rsqrt", e.full("add", e.full("div", found.squares, e.count(x, e.axes)), eps))
+    exact = e.spec(x).dtype == "float32" and not e.cpu
     if fused and isinstance(weight, Ref):
-        scale = e.full("mul", scale, weight)
-        mean = shift if rest is None else e.full("add", shift, rest)
-        lost, offset = e.full("mul", mean, scale), bias if isinstance(bias, Ref) else 0.0
-        moved = e.full("sub", offset, lost) if isinstance(offset, Ref) else e.full("neg", lost)
-        rounded = e.full("sub", e.full("sub", offset, moved) if isinstance(offset, Ref) else e.full("neg", moved), lost)
-        rounded = e.full("where", e.full("isfinite", moved, dtype="bool"), rounded, 0.0)
-        return e.out(e.full("add", e.full("add", e.full("mul", x, scale), moved), rounded))
-    y = e.full("mul", d, scale)
-    if rest is not None:  # one rounding where there is a fused a*b-c
-        y = e.full("sub", y, e.full("mul", rest, scale))
+        scale, bias = e.full("mul", scale, weight), bias if isinstance(bias, Ref) else None
+        return e.out(_as_eager_where_infinite(e, x, found, scale, bias) if exact else _fused(e, x, found, scale, bias))
+    if exact:  # exact near the mean
+        return _affine(e, e.full("mul", e.full("sub", found.d, found.rest), scale), weight, bias)
+    y = e.full("mul", found.d, scale)
+    if found.rest is not None:  # one rounding where there is a fused a*b-c
+        y = e.full("sub", y, e.full("mul", found.rest, scale))
     return _affine(e, y, weight, bias)
+
+
+def _fused(e: Expansion, x: Ref, found: Moments, scale: Ref, bias: Ref | None) -> Ref:
+    """x scale + (bias - mean scale), and what the bracket was rounded by again."""
+    lost = e.full("mul", found.mean, scale)
+    moved = e.full("sub", bias, lost) if bias else e.full("neg", lost)
+    rounded = e.full("sub", e.full("sub", bias, moved) if bias else e.full("neg", moved), lost)
+    rounded = e.full("where", e.full("isfinite", moved, dtype="bool"), rounded, 0.0)
+    return e.full("add", e.full("add", e.full("mul", x, scale), moved), rounded)
+
+
+def _as_eager_where_infinite(e: Expansion, x: Ref, found: Moments, scale: Ref, bias: Ref | None) -> Ref:
+    """(x - mean) scale + bias, or eager's formula where that gives other infinities."""
+    lost = e.full("mul", found.mean, scale)
+    moved = e.full("sub", bias, lost) if bias else e.full("neg", lost)
+    infinite = e.full("add", e.full("mul", x, scale), moved)
+    y = e.full("mul", e.full("sub", found.d, found.rest), scale)
+    y = e.full("add", y, bias) if bias else y
+    return e.full("where", e.full("isfinite", moved, dtype="bool"), y, infinite)
 
 
 def _layer_norm(e: Expansion) -> Ref:

@@ -84,12 +84,19 @@ class CudaRows(Passes):
         if r.kind == "sumexp":
             change = f"exp(t{r.top}[{self.place}] - s{r.top}[i])"
             lines += [self.loop, f"    t{r.value}[{self.place}] = t{r.value}[{self.place}] * {change}"]
-        batch = self.config.get("vector", 1)
-        lines.append(f"T.reduce_{name}(t{r.value}, s{r.value}, dim={int(not self.across)}, batch={batch})")
+        batch, parts = self.config.get("vector", 1), f"t{r.value}"
+        if self._in_float64(r.value):
+            lines += [self.loop, f'    d{r.value}[{self.place}] = T.cast({parts}[{self.place}], "float64")']
+            parts = f"d{r.value}"
+        lines.append(f"T.reduce_{name}({parts}, s{r.value}, dim={int(not self.across)}, batch={batch})")
         if r.kind == "head":  # the width is a power of two: a product that is exact, however it is contracted
             scale = self.dialect.f32(1 / self.width)
             lines += [f"for i in {self.dialect.parallel(self.count)}:", f"    s{r.value}[i] = s{r.value}[i] * {scale}"]
         return lines
+
+    def _in_float64(self, value: int) -> bool:
+        """Whether a reduction's parts meet in float64."""
+        return self.graph.tensor(value).dtype == "float64"
 
     # -- tiles
     def _tiles(self) -> list:
@@ -98,7 +105,8 @@ class CudaRows(Passes):
         full = [o for level in range(self.rows.last_level + 1) for o, _ in self.outputs(level, per_row=False)]
         make += [(f"{o.name}_r", tile, buffer_dtype(o, self.dialect)) for o in full]
         make += self._partial_tiles()
-        make += [(f"s{r}", line, "float32") for r in self.rows.reductions]
+        make += [(f"s{r}", line, self.graph.tensor(r).dtype) for r in self.rows.reductions]
+        make += [(f"d{r}", tile, "float64") for r in self.rows.reductions if self._in_float64(r)]
         make += [(f"c{v}", tile, self._dtype(v)) for v in self.crossing]
         for level in range(self.rows.last_level + 1):
             make += [(f"w{v}", line, self._dtype(v)) for v in self.row_ops(level)]

@@ -2,6 +2,8 @@
 
 from fusescout.templates.body import loaded
 from fusescout.templates.dialect import Dialect
+from fusescout.templates.expansions import HIGH
+from fusescout.templates.expansions import LOW
 from fusescout.templates.expansions import PICK
 from fusescout.templates.expression import emit
 from fusescout.templates.operators import SAME
@@ -98,6 +100,10 @@ class Passes:
         lines: list = []
         for v in self.row_ops(level):
             op = self.graph.op_of(v)
+            if op.name in (HIGH, LOW):
+                lines.append(f"v{v} = {_part(op, values[op.args[0].to])}")
+                values = values | {v: f"v{v}"}
+                continue
             if op.name != PICK:
                 more, values = emit(self.graph, values, self.dialect, [v])
                 lines += more
@@ -109,3 +115,10 @@ class Passes:
             lines += [*more, f"v{v} = {found[whole]}"]
             values = values | {v: f"v{v}"}
         return lines, values
+
+
+def _part(op, total: str) -> str:
+    """A float64 sum's quotient as a float32 number, or what that number lacks."""
+    quotient = f'({total} / T.cast({op.args[1]}, "float64"))'
+    high = f'T.cast({quotient}, "float32")'
+    return high if op.name == HIGH else f'T.cast({quotient} - T.cast({high}, "float64"), "float32")'
