@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 
 from fusescout.config import Config
+from fusescout.plan import Composition
 from fusescout.plan import Plan
 from fusescout.session import EndToEnd
 from fusescout.session import ErrorStats
@@ -18,14 +20,19 @@ from fusescout.ways import GRAPHED_EAGER
 from fusescout.ways import Way
 
 NOTHING_REPLACED = "No planned chain was replaced"
+ALONE: dict[str, Composition] = {
+    "compile": "inductor",
+    "compile + CUDA graphs": "cudagraph",
+    GRAPHED_EAGER: "replay",
+}
+"""The framework's ways that a plan without an entry takes, and how its rest then runs."""
 DISTURBED = 0.1
 """Eager's time over its own, measured again in the same rounds, from which the verdict says so."""
 
 
 def fastest_patched(ways: Sequence[Way], samples: Mapping[str, Sequence[float]]) -> Way | None:
     """The patched way with the smallest median, if there is one."""
-    patched = [w for w in ways if w.backend is not None]
-    return min(patched, key=lambda w: median_interval(samples[w.name]).mid, default=None)
+    return _fastest([w for w in ways if w.backend is not None], samples)
 
 
 def conclude(
@@ -36,8 +43,9 @@ def conclude(
     dropped: Sequence[str],
     config: Config,
     checked: ErrorStats | str,
+    check: Callable[[Way], ErrorStats | str],
 ) -> tuple[EndToEnd, Plan]:
-    """The verdict, and the plan that it holds for.
+    """The verdict, and the plan that it holds for: where no patch is worth having, the framework's fastest way.
 
     Args:
         plan: what was to be replaced.
@@ -47,7 +55,65 @@ def conclude(
         dropped: entries that were taken out since they broke the model.
         config: settings; `min_gain` counts here.
         checked: the last check of the fastest patched way; unused where none was measured.
+        check: holds a way against the float64 model.
     """
+    verdict, final = _of_patched(plan, ways, failed, samples, dropped, config, checked)
+    if not final.is_empty or (way := _fastest_alone(ways, samples, config)) is None:
+        return verdict, final
+    try:
+        exact = check(way)
+    except Exception:  # isolation boundary: it ran before; the model stays as it is
+        return verdict, final
+    if isinstance(exact, str):
+        return verdict, final
+    own, rival = samples[way.name], _rival(ways, samples)
+    times = ratio(samples["eager"], own)
+    said = f"The plan leaves the whole model to {way.name}: {_times(times)} as fast as eager."
+    left = {
+        "patched": median_interval(own),
+        "speedup": times,
+        "verified": True,
+        "error": exact,
+        "composition": ALONE[way.name],
+        "left_to": way.name,
+        "rival": rival.name,
+        "speedup_over_rival": ratio(samples[rival.name], own),
+        "verdict": f"{verdict.verdict} {said}",
+    }
+    return verdict.model_copy(update=left), final.composed(ALONE[way.name])
+
+
+def _fastest_alone(ways: Sequence[Way], samples: Mapping[str, Sequence[float]], config: Config) -> Way | None:
+    """The fastest of the framework's ways that a plan can take and the settings allow, if it certainly beats eager."""
+    allowed = [name for name, composition in ALONE.items() if config.compose in ("auto", composition)]
+    way = _fastest([w for w in ways if w.name in allowed], samples)
+    if way is None:
+        return None
+    over_eager = ratio(samples["eager"], samples[way.name])
+    return way if over_eager.low > 1.0 and over_eager.mid >= config.min_gain else None
+
+
+def _fastest(ways: Sequence[Way], samples: Mapping[str, Sequence[float]]) -> Way | None:
+    return min(ways, key=lambda w: median_interval(samples[w.name]).mid, default=None)
+
+
+def _rival(ways: Sequence[Way], samples: Mapping[str, Sequence[float]]) -> Way:
+    """The fastest way without a patch; eager is one."""
+    found = _fastest([w for w in ways if w.backend is None and w.name != EAGER[1]], samples)
+    assert found is not None
+    return found
+
+
+def _of_patched(
+    plan: Plan,
+    ways: Sequence[Way],
+    failed: Sequence[Rival],
+    samples: Mapping[str, Sequence[float]],
+    dropped: Sequence[str],
+    config: Config,
+    checked: ErrorStats | str,
+) -> tuple[EndToEnd, Plan]:
+    """What the fastest patched way is worth, and its plan; an empty one where it is worth nothing."""
     eager = samples["eager"]
     noise = ratio(eager, samples["eager again"])
     best = fastest_patched(ways, samples)
@@ -73,16 +139,13 @@ def conclude(
             else "No patched form of the model passed its check"
         )
         verdict = f"Keep the framework code. {why}; eager takes {_ms(baseline)}."
-        if GRAPHED_EAGER in samples and (replayed := ratio(eager, samples[GRAPHED_EAGER])).low > 1.0:
-            verdict += f" In a CUDA graph the same operators are {_times(replayed)} as fast: that takes no patch."
         unpatched = EndToEnd(
             baseline=baseline, baseline_peak_bytes=ways[0].peak_bytes, noise=noise, rivals=rivals,
             dropped=[*dropped], verdict=verdict,
         )  # fmt: skip
         return unpatched, plan.emptied()
     speedup = ratio(eager, samples[best.name])
-    others = [w for w in ways if w.backend is None and w.name != EAGER[1]]
-    rival = min(others, key=lambda w: median_interval(samples[w.name]).mid)
+    rival = _rival(ways, samples)
     over_rival = ratio(samples[rival.name], samples[best.name])
     error = None if isinstance(checked, str) else checked
     assert best.backend is not None

@@ -84,7 +84,8 @@ def compare(
 
     Returns:
         The verdict, and the plan that it holds for: entries that break the model are dropped by bisection, and the
-        composition is the fastest measured one. If nothing beats eager the plan comes back empty.
+        composition is the fastest measured one. If no patched form beats the framework's ways the plan comes back
+        without entries; how the rest runs, which is all of the model, is then the fastest of those.
     """
     with compiling(workload):
         bench = _Bench(workload, config, ModelJudge(workload), on_event)
@@ -94,7 +95,16 @@ def compare(
         with untouched(workload):
             samples = measure(bench.ways, config.rounds, workload.device, on_event, budget_s, bench.lose)
         checked = bench.check_fastest(samples)
-        return conclude(plan, bench.ways, bench.failed, samples, bench.dropped, config, checked)
+        return conclude(
+            plan,
+            bench.ways,
+            bench.failed,
+            samples,
+            bench.dropped,
+            config,
+            checked,
+            lambda w: bench.judge.check(w.model),
+        )
 
 
 class _Bench:

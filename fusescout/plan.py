@@ -117,7 +117,7 @@ class Plan(BaseModel):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it leaves every model as it is."""
+        """Whether it replaces nothing: `composition` alone says how a model runs then; with "eager", as it is."""
         return self == self.emptied()
 
     def emptied(self) -> Plan:

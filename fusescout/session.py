@@ -260,6 +260,8 @@ class EndToEnd(Record):
     memory_format: str = "preserved"
     """The patched model's layout in memory: "preserved" | "channels_last" | "row_major"."""
     sites_patched: int = 0
+    left_to: str = ""
+    """The rival that the plan leaves the whole model to, as no patched form is faster: then `patched` is its time."""
     dropped: list[str] = []
     rivals: list[Rival] = []
     verdict: str

@@ -176,7 +176,7 @@ def row_of(model: str, dtype: str, session: Session) -> ModelRow:
     return ModelRow(
         **facts,
         ways=[eager, *end.rivals],
-        patched=f"patched, rest {end.composition}" if end.patched else "",
+        patched=end.left_to or (f"patched, rest {end.composition}" if end.patched else ""),
         speedup=end.speedup,
         speedup_over_rival=end.speedup_over_rival,
         rival=end.rival,

@@ -40,7 +40,8 @@ def figures(session: Session) -> list[Figure]:
     found = []
     if end is not None and end.speedup is not None:
         note = "no difference" if n.undecided(end.speedup) else "over eager, the unpatched model"
-        found.append(Figure("Patched, end to end", n.speedup(end.speedup), note))
+        name = f"Left to {end.left_to}" if end.left_to else "Patched, end to end"
+        found.append(Figure(name, n.speedup(end.speedup), note))
     found.append(Figure("One step", n.timing(p.step), f"{p.launches:,} launches" if p.launches else "unprofiled"))
     busy = "host-bound" if p.host_bound else f"{device} busy {n.duration(p.busy_us)}"
     found.append(Figure("Idle", n.percent(p.idle_share), busy))
@@ -56,13 +57,14 @@ def ways(session: Session) -> list[Way]:
     end = session.end_to_end
     if end is None:
         return [Way("eager", session.profile.step)]
-    name = f"patched, rest {end.composition}"
+    name = end.left_to or f"patched, rest {end.composition}"
     found = [Way("eager", end.baseline)]
     rivals = [r for r in end.rivals if end.patched is None or r.name != name]
     found += [Way(r.name, r.time, n.ratio(end.baseline, r.time), r.compile_s, r.reason) for r in rivals]
     if end.patched is not None:
         plural = "" if end.sites_patched == 1 else "s"
-        note = f"{end.sites_patched} site{plural}" if end.sites_patched else "not adopted"
+        sites = f"{end.sites_patched} site{plural}" if end.sites_patched else "not adopted"
+        note = "adopted, nothing is patched" if end.left_to else sites
         compile_s = next((r.compile_s for r in end.rivals if r.name == name), 0.0)
         found.append(Way(name, end.patched, end.speedup, compile_s, note + ("" if end.verified else ", not verified")))
     wrong = name if end.patched is not None and not end.verified else None

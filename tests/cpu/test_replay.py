@@ -24,7 +24,6 @@ from fusescout import patching
 from fusescout import replay
 from fusescout.capture.aten import to_aten
 from fusescout.compose import compose
-from fusescout.conclusion import conclude
 from fusescout.config import Config
 from fusescout.errors import CompositionUnavailable
 from fusescout.patching import Backend
@@ -219,16 +218,3 @@ def test_it_is_tried_where_inductor_is_slower_than_eager(
     names = {"bare": GRAPHED_EAGER, "patched": "patched, rest replay"}
     assert [w.name for w in bench.ways[before:]] == [names[t] for t in tried]
     assert all((w.backend is None) is (w.name == GRAPHED_EAGER) for w in bench.ways[before:])
-
-
-def test_the_verdict_says_that_cuda_graphs_alone_would_do() -> None:
-    model, x = nn.Linear(16, 16), torch.randn(4, 16)
-    plan = make_plan(model, x).emptied()
-    step: Callable[[], None] = lambda: None  # noqa: E731
-    names = ("eager", "eager again", GRAPHED_EAGER)
-    given = [Way(name, model, step, 0.0) for name in names]
-    samples = {name: [100.0 + k for k in range(9)] for name in names} | {GRAPHED_EAGER: [50.0 + k for k in range(9)]}
-    verdict, kept = conclude(plan, given, [], samples, [], Config(), "")
-    assert kept.is_empty
-    assert "Keep the framework code. No chain was accepted; eager takes" in verdict.verdict
-    assert "In a CUDA graph the same operators are 1.9" in verdict.verdict
