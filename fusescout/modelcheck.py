@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from fusescout.admissible import TF32
 from fusescout.admissible import CutToTF32
 from fusescout.capture.protect import protected
 from fusescout.errors import in_a_line
+from fusescout.exact_scaled import ExactScaled
+from fusescout.exact_scaled import widened
 from fusescout.nest import convert
 from fusescout.nest import tensors
 from fusescout.numerics import tf32_kinds
@@ -128,11 +131,12 @@ def _truth(workload: Workload) -> tuple[str, list[Tensor], str]:
         dtype = getattr(torch, name)
         try:
             model = copy.deepcopy(workload.model)
-            model._apply(lambda t, dtype=dtype: t.to(dtype) if t.is_floating_point() else t)  # type: ignore[no-untyped-call]
+            model._apply(partial(widened, dtype=dtype))  # type: ignore[no-untyped-call]
             memo: dict[int, tuple[Any, Any]] = {}
             args = convert(workload.args, None, dtype, memo)
             kwargs = convert(workload.kwargs, None, dtype, memo)
-            return name, collect(replace(workload, model=model, args=args, kwargs=kwargs, dtype=name)), ""
+            with ExactScaled(dtype):
+                return name, collect(replace(workload, model=model, args=args, kwargs=kwargs, dtype=name)), ""
         except Exception as error:  # isolation boundary: a model may not run in float64 at all, or not fit
             why = "out of memory" if out_of_memory(error) else in_a_line(error, 120)
             reasons.append(f"{name}: {why}")

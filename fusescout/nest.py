@@ -41,7 +41,8 @@ def convert(value: Any, device: str | None, dtype: torch.dtype | None, memo: dic
         return memo[id(value)][1]
     result = value
     if isinstance(value, torch.Tensor):
-        moved = value.to(device=device, dtype=dtype if value.is_floating_point() else None)
+        casts = value.is_floating_point() and value.dtype.itemsize > 1  # 8 bits are chosen for a product of theirs
+        moved = value.to(device=device, dtype=dtype if casts else None)
         result = value if moved is value else moved.detach().requires_grad_(value.requires_grad)
     elif isinstance(value, torch.nn.utils.rnn.PackedSequence):
         # Its batch sizes stay on the CPU: rebuilding it field by field would move them.

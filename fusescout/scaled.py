@@ -11,6 +11,7 @@ multiplies an 8-bit result by it, the CPU divides): such products are left to th
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 from dataclasses import dataclass
 from dataclasses import replace
@@ -57,8 +58,7 @@ def scaled(op: Op | Node, value: Callable[[Any], Out]) -> Scaled | None:
     """
     if op.name not in SCALED if isinstance(op, Op) else op.op not in SCALED:
         return None
-    names = _V2 if op.target.startswith("aten._scaled_mm_v2") else _V1
-    given: dict[str, Arg] = dict(zip(names, op.args, strict=False)) | dict(op.kwargs)
+    given = arguments(op.target, op.args, dict(op.kwargs))
     a, b, bias = given["self"], given["mat2"], given.get("bias")
     scales = [_single(given["scale_a"]), _single(given["scale_b"])]
     if given.get("contraction_dim") or not isinstance(a, Ref) or not isinstance(b, Ref) or None in scales:
@@ -77,6 +77,11 @@ def scaled(op: Op | Node, value: Callable[[Any], Out]) -> Scaled | None:
     assert scale_a is not None and scale_b is not None
     fast = bool(given.get("use_fast_accum", False))
     return Scaled(a, b, scale_a, scale_b, bias if isinstance(bias, Ref) else None, fast)
+
+
+def arguments(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a scaled product was called with, by name."""
+    return dict(zip(_V2 if "_v2" in target else _V1, args, strict=False)) | dict(kwargs)
 
 
 def _single(arg: Arg) -> Ref | None:

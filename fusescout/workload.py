@@ -157,7 +157,7 @@ def build(
         with user_code(f"Moving the model to {place or dtype} raised."):
             # Not Module.to(dtype): that would cast complex parameters to real ones.
             model._apply(  # type: ignore[no-untyped-call]
-                lambda t: t.to(device=place, dtype=kind if t.is_floating_point() else None)
+                lambda t: t.to(device=place, dtype=kind if t.is_floating_point() and t.dtype.itemsize > 1 else None)
             )
     model.train(mode == "training")
     memo: dict[int, tuple[Any, Any]] = {}
@@ -165,7 +165,8 @@ def build(
     named = convert(dict(kwargs or {}), place, kind, memo)
     values = [*model.parameters(), *model.buffers(), *tensors((args, named))]
     where = str(values[0].device) if values else place or "cpu"
-    used = next((str(t.dtype).removeprefix("torch.") for t in values if t.is_floating_point()), dtype or "float32")
+    floats = (t.dtype for t in values if t.is_floating_point() and t.dtype.itemsize > 1)
+    used = next((str(d).removeprefix("torch.") for d in floats), dtype or "float32")
     workload = Workload(model, args, named, mode, where, used, name, loss)
     check_finite(workload)
     check_call(workload)
