@@ -65,6 +65,7 @@ def _by(*sizes: int | str) -> str:
 
 DECODE = (1, 4, 16, 64)
 """Rows of a decoding step: one for each sequence of the batch."""
+E4M3 = "float8_e4m3fn"
 EPILOGUES = ("bias_gelu_tanh", "bias_gelu_erf", "bias_relu", "silu", "bias_residual")
 
 
@@ -81,6 +82,15 @@ def _mixer(chain: str, batch: int, rows: int, n: int, k: int) -> Case:
     residual = () if first else (_x(*result, order=turned),)
     inputs = (_x(batch, rows, k, order=turned if first else ()), _weight(n, k), _w(n), *residual)
     return Case("gemm_epilogue", chain, f"{_by(batch, rows, n, k)} transposed", inputs)
+
+
+def _scaled(m: int, n: int, k: int, chain: str, shapes: str = "full") -> Case:
+    """A product of 8-bit floats: a scale for each operand, or one for each of its rows."""
+    x, w = Tensor((m, k), dtype=E4M3), Tensor((n, k), dtype=E4M3, weight=True)
+    each = chain.startswith("rows_")
+    scales = [Tensor(shape if each else (1,), dtype="float32", positive=True) for shape in ((m, 1), (1, n))]
+    inputs = (x, w, scales[0], replace(scales[1], weight=True), Tensor((n,), dtype="bfloat16", weight=True))
+    return Case("gemm_fp8", chain, _by(m, n, k), inputs, shapes)
 
 
 def _gated(m: int, n: int, k: int, chain: str = "swiglu", shapes: str = "full") -> Case:
@@ -233,6 +243,9 @@ CASES: tuple[Case, ...] = (
     _mixer("bias_gelu_erf", 64, 768, 384, 196),
     _mixer("mixed_tokens", 64, 768, 196, 384),
     _mixer("added_to_residual", 64, 196, 768, 3072),
+    *(_scaled(*size, "scaled_gelu_tanh") for size in ((8192, 3072, 768), (4096, 4096, 4096), (64, 4096, 4096))),
+    _scaled(8192, 3072, 768, "rows_gelu_tanh"),
+    _scaled(4096, 4096, 4096, "rows_gelu_tanh"),
     _gated(8192, 3072, 1024),
     _gated(4096, 11008, 4096),
     _gated(4096, 14336, 4096),
@@ -299,6 +312,7 @@ CASES: tuple[Case, ...] = (
         for chain in EPILOGUES
     ),
     _gemm(64, 96, 32, "bias_gelu_tanh", "quick"),
+    _scaled(64, 96, 32, "scaled_gelu_tanh", "quick"),
     _gated(33, 40, 24, shapes="quick"),
     _projections(64, (96, 32, 32), 96, bias=True, shapes="quick"),
     _norm("add_layer_norm", 512, 768, "quick"),

@@ -50,6 +50,17 @@ def residual(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
     return F.linear(x, w) + residual
 
 
+def scaled_gelu_tanh(x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, b: Tensor) -> Tensor:
+    """A float8 linear with one scale for each operand, its sums left to the tensor cores, as in inference."""
+    out = torch._scaled_mm(x, w.t(), scale_x, scale_w, bias=b, out_dtype=b.dtype, use_fast_accum=True)
+    return F.gelu(out, approximate="tanh")
+
+
+def rows_gelu_tanh(x: Tensor, w: Tensor, scale_x: Tensor, scale_w: Tensor, b: Tensor) -> Tensor:
+    """One with a scale for each row of both operands, and sums that are promoted."""
+    return F.gelu(torch._scaled_mm(x, w.t(), scale_x, scale_w, bias=b, out_dtype=b.dtype), approximate="tanh")
+
+
 def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 

@@ -40,6 +40,7 @@ from fusescout.errors import ContenderFailed
 from fusescout.errors import OutOfTime
 from fusescout.flops import op_class
 from fusescout.inputs import save
+from fusescout.ir import FLOAT8
 from fusescout.ir import Graph
 from fusescout.ir import Subgraph
 from fusescout.prefetch import compiling_ahead
@@ -93,7 +94,8 @@ def run(
     """
     start = time.perf_counter()
     on_event("device", 0, 0, "measuring its ceilings")
-    device = ceilings(kind, tuple(dict.fromkeys((dtype, "float32"))), config.cache_dir)
+    narrow = [t.dtype for case in cases for t in case.inputs if t.dtype in FLOAT8]
+    device = ceilings(kind, tuple(dict.fromkeys((dtype, "float32", *narrow))), config.cache_dir)
     bench = KernelBench(environment=describe(device), settings=_settings(config, dtype, kind))
     config = config.model_copy(update={"use_cache": False})
     on_event("capture", 0, len(cases), "cutting the chains")
@@ -232,7 +234,9 @@ def _cut(case: Case, device: Device, dtype: str, seed: int) -> _Cut:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+    if a.dtype != b.dtype or a.shape != b.shape or a.stride() != b.stride():
+        return False
+    return torch.equal(*(t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in (a.detach(), b.detach())))
 
 
 def _whole(graph: Graph) -> tuple[tuple[str, ...], str]:

@@ -77,7 +77,7 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
     for node in graph.nodes:
         if _is_product(graph, node):
             for names in _epilogues(flow, node):
-                add("gemm_epilogue", names)
+                add("gemm_epilogue", names | _turned_weight(graph, node))
         if node.op in CONVOLUTIONS and node.is_op and isinstance(node.out, TensorSpec):
             for names in _behind_convolution(flow, node):
                 add("conv_epilogue", names)
@@ -99,6 +99,12 @@ def _is_product(graph: Graph, node: Node) -> bool:
     if node.op not in GEMMS or not node.is_op or not isinstance(node.out, TensorSpec):
         return False
     return node.op not in SCALED or scaled(node, lambda name: graph.by_name[str(name)].out) is not None
+
+
+def _turned_weight(graph: Graph, node: Node) -> set[str]:
+    """The transposed view that scaled products are always given their weight as, so that a region reads the weight."""
+    weight = node.inputs[1] if node.op in SCALED else ""
+    return {weight} if weight and graph.by_name[weight].op == "t" and graph.users[weight] == (node.name,) else set()
 
 
 def _is_family(graph: Graph, family: str, names: set[str]) -> bool:
