@@ -186,11 +186,12 @@ class Writer:
         return [f"{name}_s = T.alloc_shared(({stages}{shape}), DTYPE)" for name, shape in tiles]
 
     def _load(self, step: str = "k") -> list:
+        """TileLang takes all tensors to begin at multiples of 16 bytes: of others each element is loaded by itself."""
         x, k = self.p.x, f"{step} * BK"
-        at = f"{{}}col, {k}" if self.p.transposed else f"{k}, col"
-        return [f"T.copy(x[{self._z(x)}{f'{k}, row' if x.turned else f'row, {k}'}], x_s)"] + [
-            f"T.copy(w{g}[{self._z(w)}{at.format(behind(w))}], w{g}_s)" for g, w in enumerate(self.p.weights)
-        ]
+        w_at = f"{{}}col, {k}" if self.p.transposed else f"{k}, col"
+        found = [("x", x, f"{k}, row" if x.turned else f"row, {k}")]
+        found += [(f"w{g}", w, w_at.format(behind(w))) for g, w in enumerate(self.p.weights)]
+        return [f"T.copy({n}[{self._z(o)}{i}], {n}_s{'' if o.aligned else ', coalesced_width=1'})" for n, o, i in found]
 
     def _turns(self) -> str:
         """How the operands lie in their tiles."""

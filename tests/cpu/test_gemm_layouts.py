@@ -99,16 +99,6 @@ def test_a_weight_whose_rows_are_uneven_is_prepared_with_even_ones(tmp_path):
     assert [(s.shape, s.stride) for s in split.prepare.output_specs] == [((17, 16), (16, 1))]
 
 
-def test_what_begins_at_an_odd_address_is_not_read_in_vectors():
-    graph = meta(lambda x, w, b: F.linear(x, w, b).relu(), (2104, 776), (520, 776), (520,))
-    odd = [replace(graph, inputs=tuple(replace(s, aligned=k != n) for k, s in enumerate(graph.inputs))) for n in (0, 2)]
-    config = next(c for c in gemm_epilogue.configs(odd[0], HOPPER) if c["schedule"] == "pingpong")
-    source = lowered(gemm_epilogue.kernel(odd[0], config, HOPPER)).kernel_source
-    assert "= x_in[" in source
-    assert "*)(x_in" not in source
-    assert "16 bytes" in gemm_epilogue.supports(odd[1], HOPPER)
-
-
 def test_what_the_copy_engine_cannot_load_is_prepared_or_copied_ahead():
     def forms(x, w):
         graph = meta(lambda x, w: F.linear(x, w).relu(), x, w)
