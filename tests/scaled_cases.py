@@ -63,6 +63,25 @@ def _case(name: str, function: Callable, m: int | tuple, n: int, k: int, *extra:
     )  # fmt: skip
 
 
+def row_quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As float8 linears quantise their inputs: the largest of a row becomes the largest 8-bit float."""
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / 448.0
+    return (x.float() / scale).clamp(-448.0, 448.0).to(E4M3), scale
+
+
+QUANTISING = [
+    Case(
+        "quantised", "pointwise", lambda x, s: (x.float() * s).clamp(-448.0, 448.0).to(E4M3),
+        lambda: (half(130, 96), torch.tensor(100.0)),
+    ),
+    Case(
+        "dequantised", "pointwise", lambda q, s: q.to(torch.bfloat16) * s,
+        lambda: (operands(130, 1, 96)[0], half(130, 1)),
+    ),
+    Case("row_quantised", "rowwise", row_quantised, lambda: (half(130, 96),)),
+]  # fmt: skip
+
+
 def scaled_cases(m: int, n: int, k: int) -> list[Case]:
     """Every kind of scale, sum, tail and result at about one size; `m` is even."""
     return [

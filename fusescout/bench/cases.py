@@ -264,6 +264,7 @@ CASES: tuple[Case, ...] = (
     _norm("layer_norm", 8192, 5120),
     _norm("llama_rms_norm", 16384, 4096),
     _norm("gemma_rms_norm", 16384, 4096),
+    _norm("rms_norm_quantised", 16384, 4096),
     _norm("rms_norm", 8192, 16384),
     _rows("softmax", 32768, 2048),
     _rows("log_softmax", 4096, 32000),

@@ -100,6 +100,13 @@ def llama_rms_norm(x: Tensor, w: Tensor) -> Tensor:
     return w * wide.to(x.dtype)
 
 
+def rms_norm_quantised(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """A norm whose result a float8 linear reads: 8-bit floats with a scale for each row."""
+    normed = F.rms_norm(x, x.shape[-1:], w, 1e-6)
+    scale = normed.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / 448.0
+    return (normed.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+
+
 def gemma_rms_norm(x: Tensor, w: Tensor) -> Tensor:
     """Gemma's casts: scaled by one plus the weight in float32, then back."""
     wide = x.float()

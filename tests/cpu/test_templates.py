@@ -14,6 +14,7 @@ from row_cases import PIECES
 from row_cases import ROWS
 from row_cases import WIDE
 from row_cases import WINDOWED
+from scaled_cases import QUANTISING
 from scaled_cases import scaled_cases
 from template_cases import OPERATORS
 from template_cases import POINTWISE
@@ -33,7 +34,9 @@ from fusescout.verify import Verifier
 
 CPU = Device("cpu", "cpu", "x86_64", 2)
 TEMPLATES = load().templates
-SHAPES = POINTWISE + ROWWISE + ROWS + WIDE + PIECES + WINDOWED + SHARED + HEADS + scaled_cases(70, 48, 144)
+SHAPES = (
+    POINTWISE + ROWWISE + ROWS + WIDE + PIECES + WINDOWED + SHARED + HEADS + scaled_cases(70, 48, 144)[2:] + QUANTISING
+)
 HALVES = (
     "bias_gelu", "qkv_grouped", "add_rms_norm", "row_scale", "group_norm", "cross_entropy", "rotary", "causal_loss",
 )  # fmt: skip

@@ -8,6 +8,7 @@ import torch
 from config_spread import spread
 from fusescout.templates import gemm_epilogue
 from scaled_cases import E4M3
+from scaled_cases import QUANTISING
 from scaled_cases import gelu
 from scaled_cases import gelu_promoted
 from scaled_cases import half
@@ -45,6 +46,16 @@ CASES = [
     pytest.param(long_sums(gelu), id="long sums"),
     pytest.param(long_sums(gelu_promoted), id="long sums, promoted"),
 ]
+
+
+@pytest.mark.parametrize("case", QUANTISING, ids=lambda c: c.name)
+def test_values_become_8_bit_floats_and_back(case, tmp_path_factory):
+    graph, inputs = case.traced("cuda")
+    device, contender = describe_device("cuda"), TileLang(cache_dir=tmp_path_factory.getbasetemp())
+    verifier = Verifier(graph, inputs, "cuda")
+    for variant in contender.variants(graph, device, "quick"):
+        outcome = verifier.check(contender.build(graph, variant, device).run, "full")
+        assert not outcome.reason, f"{variant}: {outcome.reason}"
 
 
 @pytest.mark.parametrize("case", CASES)
