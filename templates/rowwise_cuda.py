@@ -84,15 +84,20 @@ class CudaRows(Passes):
         if r.kind == "sumexp":
             change = f"exp(t{r.top}[{self.place}] - s{r.top}[i])"
             lines += [self.loop, f"    t{r.value}[{self.place}] = t{r.value}[{self.place}] * {change}"]
-        batch, parts = self.config.get("vector", 1), f"t{r.value}"
+        parts = f"t{r.value}"
         if self._in_float64(r.value):
             lines += [self.loop, f'    d{r.value}[{self.place}] = T.cast({parts}[{self.place}], "float64")']
             parts = f"d{r.value}"
-        lines.append(f"T.reduce_{name}({parts}, s{r.value}, dim={int(not self.across)}, batch={batch})")
+        lines.append(f"T.reduce_{name}({parts}, s{r.value}, dim={int(not self.across)}, batch={self._batch()})")
         if r.kind == "head":  # the width is a power of two: a product that is exact, however it is contracted
             scale = self.dialect.f32(1 / self.width)
             lines += [f"for i in {self.dialect.parallel(self.count)}:", f"    s{r.value}[i] = s{r.value}[i] * {scale}"]
         return lines
+
+    def _batch(self) -> int:
+        """How many of a thread's rows are reduced at once; of float64 parts it may have two, a vector of 16 bytes."""
+        vector = self.config.get("vector", 1)
+        return min(vector, 2) if any(map(self._in_float64, self.rows.reductions)) else vector
 
     def _in_float64(self, value: int) -> bool:
         """Whether a reduction's parts meet in float64."""
@@ -105,7 +110,7 @@ class CudaRows(Passes):
         full = [o for level in range(self.rows.last_level + 1) for o, _ in self.outputs(level, per_row=False)]
         make += [(f"{o.name}_r", tile, buffer_dtype(o, self.dialect)) for o in full]
         make += self._partial_tiles()
-        make += [(f"s{r}", line, self.graph.tensor(r).dtype) for r in self.rows.reductions]
+        make += [(f"s{r}", line, "float64" if self._in_float64(r) else "float32") for r in self.rows.reductions]
         make += [(f"d{r}", tile, "float64") for r in self.rows.reductions if self._in_float64(r)]
         make += [(f"c{v}", tile, self._dtype(v)) for v in self.crossing]
         for level in range(self.rows.last_level + 1):
