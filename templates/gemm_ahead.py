@@ -21,7 +21,8 @@ def ahead(p: Problem, config: dict) -> dict:
         return config
     count = len(_held(Writer(p, config, Dialect("cuda"))))
     threads = 128 if config["schedule"] == "pingpong" else 256
-    registers = config["BM"] * config["BN"] * (len(p.weights) + (count + len(p.outputs) - 1) / 2) / threads
+    sums = len(p.weights) * (1 + p.promoted)
+    registers = config["BM"] * config["BN"] * (sums + (count + len(p.outputs) - 1) / 2) / threads
     return {**config, "residual": "registers"} if count and registers <= REGISTERS else config
 
 

@@ -82,8 +82,8 @@ def space(problem: Problem, device: Device, more: int = 0) -> list:
     found: list = small.vectors(problem)
     if not small.copied(problem):
         return sorted(found, key=lambda c: clocks(problem, c, device))
-    if device.arch in HOPPER and not problem.promoted:
-        found += small.splits(problem, device)
+    if device.arch in HOPPER:
+        found += [c for c in small.splits(problem, device) if not problem.promoted or c["BK"] <= PROMOTED]
     rows = FEW_ROWS if problem.M <= small.FEW else ()
     shapes = rows + (WARP_SPECIALISED + _of_a_width(problem) if device.arch in HOPPER else GENERIC)
     for shape in map(_of_8_bits, shapes) if problem.x.dtype == E4M3 else shapes:
@@ -153,8 +153,8 @@ def _fits(p: Problem, c: dict) -> bool:
     warpgroups = 1 if c["schedule"] == "pingpong" else c["threads"] // 128
     sums = c["BM"] * c["BN"] * gemms // (128 * warpgroups)
     registers = sums * (1 + p.promoted) + c["BM"] * c["BN"] * (outputs - 1) // (2 * 128 * warpgroups)
-    if p.promoted and (c["BK"] != PROMOTED or c["schedule"] == "roles"):
-        return False
+    if p.promoted and (c["BK"] != PROMOTED or c["schedule"] == "roles" or sums > 64):
+        return False  # with more sums, and a step's beside them, a residual's epilogue spills
     if c["schedule"] == "roles" and c["BK"] >= p.K:
         return False  # a pipelined loop of one trip
     if p.M <= small.FEW and c["BM"] > 16 and c["BM"] // 2 >= p.M:

@@ -44,32 +44,41 @@ def promoting(base: type) -> type:
 
 
 class _Promoting(Writer):
-    """`p…` are the accumulators of one step."""
+    """`step…` are the accumulators of one step."""
+
+    @property
+    def _tile(self) -> str:
+        return "BN, BM" if self.c["schedule"] == "split" else "BM, BN"
+
+    def _steps_sums(self, suffix: str = "") -> list:
+        return [f'step{g}{suffix} = T.alloc_fragment(({self._tile}), "float32")' for g in range(self.gemms)]
 
     def _fragments(self, suffix: str = "") -> list:
-        steps = [f'p{g}{suffix} = T.alloc_fragment((BM, BN), "float32")' for g in range(self.gemms)]
-        return super()._fragments(suffix) + steps
+        return super()._fragments(suffix) + self._steps_sums(suffix)
+
+    def _buffers(self) -> list:
+        return super()._buffers() + self._steps_sums()
 
     def _mma(self) -> list:
-        policy = f"policy=T.GemmWarpPolicy.{self.c['policy']}"
         products = [
-            f"T.gemm(x_s, w{g}_s, p{g}, {self._turns()}, {policy}, clear_accum=True)" for g in range(self.gemms)
+            f"{line.replace(f' a{g}, ', f' step{g}, ').removesuffix(')')}, clear_accum=True)"
+            for g, line in enumerate(super()._mma())
         ]
         return products + self._add("")
 
     def _mma_async(self, suffix: str = "") -> list:
         return [
-            line.replace(f" a{g}{suffix}, ", f" p{g}{suffix}, ").replace("clear_accum=(k == 0)", "clear_accum=True")
+            line.replace(f" a{g}{suffix}, ", f" step{g}{suffix}, ").replace("clear_accum=(k == 0)", "clear_accum=True")
             for g, line in enumerate(super()._mma_async(suffix))
         ]
 
     def _add(self, suffix: str) -> list:
-        sums = [f"    a{g}{suffix}[i, j] = a{g}{suffix}[i, j] + p{g}{suffix}[i, j]" for g in range(self.gemms)]
-        return ["for i, j in T.Parallel(BM, BN):", *sums]
+        sums = [f"    a{g}{suffix}[i, j] = a{g}{suffix}[i, j] + step{g}{suffix}[i, j]" for g in range(self.gemms)]
+        return [f"for i, j in T.Parallel({self._tile}):", *sums]
 
     def _products(self, suffix: str = "") -> str:
         warpgroups = 1 if suffix else 2
-        fence = [line.replace("(a", "(p") for line in self._fence(suffix, warpgroups)]
+        fence = [line.replace("(a", "(step") for line in self._fence(suffix, warpgroups)]
         return schedules.fill(
             PRODUCTS, clear=[f"T.clear(a{g}{suffix})" for g in range(self.gemms)], mma=self._mma_async(suffix),
             fence=fence, release=self._release("it % STAGES"), add=self._add(suffix),
