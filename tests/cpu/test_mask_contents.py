@@ -10,6 +10,8 @@ import pytest
 import torch
 from fusescout.templates.attention_problem import read
 from patched_models import plan_of
+from patched_models import same
+from patched_models import step
 from torch import Tensor
 from torch import nn
 from torch.nn import functional as F
@@ -49,7 +51,7 @@ class Attend(nn.Module):
         batch, length, width = x.shape
         q, k, v = (t.view(batch, length, HEADS, WIDTH).transpose(1, 2) for t in self.qkv(x).split(width, dim=2))
         scores = self.fill(self, (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(WIDTH)), length)
-        y = F.dropout(F.softmax(scores, dim=-1), 0.1, self.training) @ v
+        y = F.dropout(F.softmax(scores, dim=-1), 0.1, training=False) @ v
         return self.out(y.transpose(1, 2).contiguous().view(batch, length, width))
 
 
@@ -115,9 +117,9 @@ def calls(subgraph: Subgraph) -> list[str]:
     return [] if isinstance(found, str) else found[0]["calls"]
 
 
-def planned(model: nn.Module, x: Tensor) -> Plan:
+def planned(model: nn.Module, x: Tensor, mode: str = "inference") -> Plan:
     """All written-out attention by the framework's own."""
-    plan = plan_of(model.eval(), x, families=["attention"])
+    plan = plan_of(model.eval(), x, mode=mode, families=["attention"])
     entries = [
         e.model_copy(update={"contender": "framework", "variant": {"calls": [CALL]}})
         for e in plan.entries
@@ -210,15 +212,18 @@ def test_a_mask_that_changed_before_the_plan_was_applied_is_heeded() -> None:
 
 
 def test_gradients_and_other_lengths_pass_through() -> None:
-    model = minGPT().train()
-    for layer in model.layers:
-        layer.fill = lambda m, s, n: F.dropout(equals_zero(m, s, n), 0.0, m.training)
-    model.eval()
-    plan = planned(model, X)
+    model = minGPT()
+    plan = planned(model, X, "training")
+    model.train()
     plain = copy.deepcopy(model)
     handle = patch(model, plan)
-    other = torch.randn(2, LENGTH + 3, HEADS * WIDTH)
-    assert close(plain, model) and close(plain, model, other)
+    same(
+        step(plain, (X.clone().requires_grad_(),), {}, "training"),
+        step(model, (X.clone().requires_grad_(),), {}, "training"),
+        exact=False,
+    )
+    assert handle.counters.sites == 2
+    assert close(plain, model, torch.randn(4, LENGTH + 3, HEADS * WIDTH))
     assert handle.counters.sites == 2
     handle.undo()
 
