@@ -34,8 +34,8 @@ def fetch(to, source, nbytes):
     return T.call_extern("handle", "fs_fetch", T.address_of(to), T.address_of(source), nbytes)
 '''
 VECTOR_BYTES = 16
-SHARED_BYTES, BLOCK_BYTES, THREAD_BYTES = 228 << 10, 1 << 10, 8
-"""Shared memory of a multiprocessor; what a block takes for itself, and for each thread where reductions meet."""
+SHARED_BYTES, BLOCK_BYTES, THREAD_BYTES = 228 << 10, 1 << 10, 4
+"""Shared memory of a multiprocessor; what a block takes for itself, and for each thread where reductions meet in turn."""
 
 
 def room(threads: int, blocks: int, chunk_bytes: int) -> int:
