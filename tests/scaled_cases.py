@@ -6,6 +6,7 @@ import torch
 from template_cases import Case
 from template_cases import randn
 from torch import Tensor
+from torch import nn
 from torch.nn import functional as F
 
 E4M3 = torch.float8_e4m3fn
@@ -63,10 +64,27 @@ def _case(name: str, function: Callable, m: int | tuple, n: int, k: int, *extra:
     )  # fmt: skip
 
 
-def row_quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """As float8 linears quantise their inputs: the largest of a row becomes the largest 8-bit float."""
-    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-12) / 448.0
+def quantised(x: Tensor, dim: tuple[int, ...] = ()) -> tuple[Tensor, Tensor]:
+    """As float8 linears quantise: the largest number, or that of each row, becomes the largest 8-bit float."""
+    amax = x.abs().amax(dim, keepdim=True) if dim else x.abs().max()
+    scale = amax.float().clamp(min=1e-12) / 448.0
     return (x.float() / scale).clamp(-448.0, 448.0).to(E4M3), scale
+
+
+class Float8Linear(nn.Module):
+    """As float8 linears for inference are: an 8-bit weight with its scale, inputs quantised on the fly."""
+
+    def __init__(self, columns: int, width: int, rows: bool) -> None:
+        super().__init__()
+        weight, scale = quantised(torch.randn(columns, width) / width**0.5, (1,) if rows else ())
+        self.dims = (1,) if rows else ()
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", scale.t().contiguous())
+        self.bias = nn.Parameter(torch.randn(columns).bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        given, scale = quantised(x, self.dims)
+        return product(given, self.weight, scale, self.scale, self.bias, use_fast_accum=not self.dims)
 
 
 QUANTISING = [
@@ -78,7 +96,7 @@ QUANTISING = [
         "dequantised", "pointwise", lambda q, s: q.to(torch.bfloat16) * s,
         lambda: (operands(130, 1, 96)[0], half(130, 1)),
     ),
-    Case("row_quantised", "rowwise", row_quantised, lambda: (half(130, 96),)),
+    Case("row_quantised", "rowwise", lambda x: quantised(x, (-1,))[::-1], lambda: (half(130, 96),)),
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from config_spread import spread
 from fusescout.templates import gemm_epilogue
 from scaled_cases import E4M3
 from scaled_cases import QUANTISING
+from scaled_cases import Float8Linear
 from scaled_cases import gelu
 from scaled_cases import gelu_promoted
 from scaled_cases import half
@@ -16,10 +17,18 @@ from scaled_cases import operands
 from scaled_cases import scaled_cases
 from template_cases import Case
 from test_gemm_template_gpu import synchronize
+from torch import nn
 
+from fusescout.capture import capture
 from fusescout.contenders.tilelang import TileLang
+from fusescout.patching import patch
+from fusescout.plan import Entry
+from fusescout.plan import Plan
 from fusescout.probe import describe_device
+from fusescout.probe import measure_device
+from fusescout.regions import find_regions
 from fusescout.verify import Verifier
+from fusescout.workload import build
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -74,3 +83,42 @@ def test_every_schedule_passes_the_full_check(case, tmp_path_factory):
         if reason := verifier.check(made.run, "full").reason:
             wrong[str(variant)] = reason
     assert not wrong
+
+
+def test_8_bit_products_have_a_rate_of_their_own():
+    rates = measure_device("cuda", ("bfloat16", "float8_e4m3fn")).flops_per_s
+    assert rates["float8_e4m3fn"] > 1.2 * rates["bfloat16"]
+
+
+@pytest.mark.parametrize("rows", [False, True], ids=["tensors", "rows"])
+def test_a_patched_float8_model_gives_what_eager_gives(rows):
+    torch.manual_seed(0)
+    model = nn.Sequential(Float8Linear(512, 256, rows), nn.GELU(), Float8Linear(256, 512, rows)).cuda().eval()
+    x = torch.randn(304, 256, device="cuda").bfloat16()
+    with torch.no_grad():
+        expected = model(x)
+    (found,) = capture(build(model, (x,), {}, mode="inference")).graphs
+    chains = [found.graph.subgraph(r.nodes)[0] for r in find_regions(found.graph) if r.family == "gemm_epilogue"]
+    graph = next(g for g in chains if g.chain == ("t", "_scaled_mm", "gelu"))
+    device = describe_device("cuda")
+    variant = {"template": "gemm_epilogue", **gemm_epilogue.configs(graph, device)[0]}
+    entry = Entry(
+        id="product", family="gemm_epilogue", chain=list(graph.chain), subgraph=graph.to_json(), contender="tilelang",
+        variant=variant, sites=1,
+    )  # fmt: skip
+    plan = Plan(
+        target="model", mode="inference", device_kind="cuda", device_name=device.name, torch=torch.__version__,
+        entries=[entry],
+    )  # fmt: skip
+    for composition in ("eager", "cudagraph"):
+        torch._dynamo.reset()
+        handle = patch(model, plan, composition=composition)
+        for _ in range(3):  # the first calls of a CUDA graph only warm it up
+            with torch.no_grad():
+                got = model(x).clone()
+        assert handle.counters.sites == 1
+        assert not handle.counters.fallbacks
+        error = (got.float() - expected.float()).abs()
+        assert error.max() < 0.1 * expected.float().abs().max()  # one step of 8 bits here and there
+        assert error.mean() < 0.01 * expected.float().abs().mean()
+        handle.undo()
