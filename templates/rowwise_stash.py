@@ -35,7 +35,7 @@ def fetch(to, source, nbytes):
 '''
 VECTOR_BYTES = 16
 SHARED_BYTES, BLOCK_BYTES, THREAD_BYTES = 228 << 10, 1 << 10, 4
-"""Shared memory of a multiprocessor; what a block takes for itself, and for each thread where reductions meet in turn."""
+"""Shared memory of a multiprocessor; what a block takes for itself, and for each thread where its reductions meet."""
 
 
 def room(threads: int, blocks: int, chunk_bytes: int) -> int:
