@@ -147,7 +147,7 @@ def _run(
     with clock.stage("layout"):
         step_us = max(measured.busy_us, measured.kernel_us)
         captured, once, stopped = _precomputed(captured)
-        layout = choose(workload, captured, measured.time_us, step_us)
+        layout = choose(workload, captured, measured.time_us, step_us, device.copy_bytes_per_s)
         captured = layout.capture
     graphs = [g.graph for g in captured.graphs]
     on_event("rank", 0, 0, f"{sum(len(g.nodes) for g in graphs)} nodes")

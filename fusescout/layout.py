@@ -1,7 +1,9 @@
 """Decides in which memory layout a model is analysed and patched: where that matters, by measuring.
 
-The captured graphs are run both ways on their real inputs, interleaved. The faster way is the one in which regions are
-found and raced; the baseline of the end-to-end verdict stays the model as its author wrote it. A copy that brings a
+The captured graphs are run both ways, interleaved. The faster way is the one in which regions are found and raced; the
+baseline of the end-to-end verdict stays the model as its author wrote it. For channels-last memory only what stays when
+chains are fused is run, and the rest counted by the bytes that it must move (`tails.py`): eager's passes over memory
+behind a convolution would outweigh it, and will be gone. A copy that brings a
 result of the model back into its own strides is left out of that comparison where it will cost nothing: the kernel of
 what is in front of it can write that order (`regions/copies.py`).
 """
@@ -34,6 +36,7 @@ from fusescout.row_major import row_major
 from fusescout.row_major import transposed
 from fusescout.session import Interval
 from fusescout.stats import ratio
+from fusescout.tails import part
 from fusescout.workload import Workload
 
 ROUNDS, BUDGET_S = 15, 4.0
@@ -62,6 +65,7 @@ class _Way:
         worth: their share of the step's time from which it is tried.
         subject: what takes that share, in a note.
         name: what it is called there.
+        parts: whether it is for operators that stay: what can be fused is counted in bytes then, not timed.
     """
 
     rewrite: Callable[[fx.GraphModule], str]
@@ -69,6 +73,7 @@ class _Way:
     worth: float
     subject: str
     name: str
+    parts: bool
 
 
 WAYS: dict[MemoryFormat, _Way] = {
@@ -78,6 +83,7 @@ WAYS: dict[MemoryFormat, _Way] = {
         0.2,
         "Convolutions take",
         "channels-last",
+        parts=True,
     ),
     "row_major": _Way(
         row_major,
@@ -85,11 +91,18 @@ WAYS: dict[MemoryFormat, _Way] = {
         0.03,
         "Pointwise operators on transposed memory take",
         "row-major",
+        parts=False,
     ),
 }
 
 
-def choose(workload: Workload, capture: Capture, node_time_us: Callable[[int, str], float], step_us: float) -> Layout:
+def choose(
+    workload: Workload,
+    capture: Capture,
+    node_time_us: Callable[[int, str], float],
+    step_us: float,
+    copy_bytes_per_s: float = 0.0,
+) -> Layout:
     """Pick the layout in which a captured model is faster than as it was written, if there is one.
 
     Args:
@@ -97,6 +110,8 @@ def choose(workload: Workload, capture: Capture, node_time_us: Callable[[int, st
         capture: the graphs as captured.
         node_time_us: time of one node in one step, in µs.
         step_us: busy time of one step, in µs.
+        copy_bytes_per_s: at what rate a fused chain moves its bytes; 0 where that isn't known: then eager's own time
+            of what would be fused counts.
     """
     best, notes, warnings, fastest = Layout("preserved", capture), [], [], 1.0
     if workload.mode != "inference" or not step_us:
@@ -110,11 +125,13 @@ def choose(workload: Workload, capture: Capture, node_time_us: Callable[[int, st
             speedup = None
             if relaid is not None:
                 pairs = zip(relaid.graphs, capture.graphs, strict=True)
-                speedup = _compare(workload, capture.graphs, [without_copies_back(*pair) for pair in pairs])
+                after = [without_copies_back(*pair) for pair in pairs]
+                rate = copy_bytes_per_s if way.parts else 0.0
+                speedup = _compare(workload, capture.graphs, after, rate)
         except Exception as error:  # isolation boundary: the model is analysed in the layout it has
             warnings.append(f"The layout {way.name} could not be tried: {in_a_line(error)}.")
             continue
-        notes.append(f"{way.subject} {share:.0%} of the step; {_finding(way.name, reason, speedup)}.")
+        notes.append(f"{way.subject} {share:.0%} of the step; {_finding(way, reason, speedup, copy_bytes_per_s > 0)}.")
         if relaid is not None and speedup is not None and speedup.low > 1.0 and speedup.mid > fastest:
             best, fastest = Layout(format_, relaid), speedup.mid
     return replace(best, note=" ".join(notes), warnings=tuple(warnings))
@@ -135,15 +152,15 @@ def _relaid(capture: Capture, rewrite: Callable[[fx.GraphModule], str]) -> tuple
     return replace(capture, graphs=tuple(relaid)), ""
 
 
-def _finding(name: str, reason: str, speedup: Interval | None) -> str:
+def _finding(way: _Way, reason: str, speedup: Interval | None, at_a_rate: bool) -> str:
     if reason:
-        return f"they can't be run {name}: {reason}"
+        return f"they can't be run {way.name}: {reason}"
     if speedup is None:
-        return f"{name} they are several times slower, so the layout stays"
+        return f"{way.name} they are several times slower, so the layout stays"
     times = f"{speedup.mid:.2f} times [{speedup.low:.2f}, {speedup.high:.2f}]"
-    if speedup.low <= 1.0:
-        return f"{name} they are {times} as fast, so the layout stays"
-    return f"{name} the eager graphs are {times} as fast, so chains were raced {name}"
+    what = "they and one pass over memory for what can be fused" if way.parts and at_a_rate else "the eager graphs"
+    end = "so the layout stays" if speedup.low <= 1.0 else f"so chains were raced {way.name}"
+    return f"{way.name} {what} are {times} as fast, {end}"
 
 
 def encoded(graph: CapturedGraph, module: fx.GraphModule) -> Graph:
@@ -179,7 +196,25 @@ def _takes_a_pass(node: fx.Node) -> bool:
     return kind == "pointwise" or (kind == "conv" and len(node.args) > BIAS and isinstance(node.args[BIAS], fx.Node))
 
 
-def _compare(workload: Workload, before: Sequence[CapturedGraph], after: Sequence[CapturedGraph]) -> Interval | None:
+def _compare(
+    workload: Workload, before: Sequence[CapturedGraph], after: Sequence[CapturedGraph], bytes_per_s: float
+) -> Interval | None:
+    """How many times as fast `after` is; None where it was far too slow to go on.
+
+    At a rate, what can be fused is left out of the runs and counted as that many bytes.
+    """
+    tails_us = [0.0, 0.0]
+    if bytes_per_s:
+        parted = [[part(g.module) for g in graphs] for graphs in (before, after)]
+        tails_us = [
+            sum(p.tail_bytes * g.calls for p, g in zip(parts, graphs, strict=True)) / bytes_per_s * 1e6
+            for parts, graphs in zip(parted, (before, after), strict=True)
+        ]
+        before, after = (
+            [replace(g, module=p.module, inputs=(*g.inputs, *p.stand_ins)) for g, p in zip(graphs, parts, strict=True)]
+            for graphs, parts in zip((before, after), parted, strict=True)
+        )
+
     def step(graphs: Sequence[CapturedGraph]) -> Callable[[Any], Any]:
         bound = [(_prepared(g), g.inputs, g.calls) for g in graphs]
 
@@ -195,7 +230,12 @@ def _compare(workload: Workload, before: Sequence[CapturedGraph], after: Sequenc
     first = next(t for g in before for t in g.inputs if isinstance(t, torch.Tensor))
     device = workload.device if first.is_cuda else "cpu"
     samples = interleave(calls, [], device, rounds=ROUNDS, budget_s=BUDGET_S, graphs=False).samples
-    return ratio(samples[0], samples[1]) if samples[1] else None
+    return with_tails(samples[0], samples[1], *tails_us) if samples[1] else None
+
+
+def with_tails(before_us: Sequence[float], after_us: Sequence[float], tail_us: float, new_tail_us: float) -> Interval:
+    """How many times as fast a layout is, by the measured times of what stays and the fused rest of either."""
+    return ratio([t + tail_us for t in before_us], [t + new_tail_us for t in after_us])
 
 
 def _prepared(graph: CapturedGraph) -> Callable[..., Any]:
