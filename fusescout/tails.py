@@ -21,6 +21,7 @@ from fusescout.capture.encode import target_name
 from fusescout.capture.settled import is_pure
 from fusescout.capture.settled import is_view
 from fusescout.capture.settled import origin
+from fusescout.convolution import BIAS
 from fusescout.flops import op_class
 from fusescout.flops import op_name
 from fusescout.hoisting import MARK
@@ -46,6 +47,9 @@ def part(module: fx.GraphModule) -> Parted:
     graph = working.graph
     inside = {node for node in graph.nodes if _is_fused(node)}
     tail_bytes = sum(map(_bytes, _pieces(inside)))
+    for node in graph.nodes:
+        if _adds_a_bias(node) and node.users and inside.issuperset(node.users):
+            node.update_arg(BIAS, None)  # a pass of its own on CUDA, which goes into the fused one
     stand_ins: dict[tuple[Any, ...], Tensor] = {}
     given: list[Tensor] = []
     last = graph.find_nodes(op="placeholder")[-1]
@@ -77,6 +81,15 @@ def _is_fused(node: fx.Node) -> bool:
         and not node.meta.get(MARK)
         and op_class(target_name(node)) in FUSED
         and is_pure(node)
+    )
+
+
+def _adds_a_bias(node: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and op_class(target_name(node)) == "conv"
+        and len(node.args) > BIAS
+        and isinstance(node.args[BIAS], fx.Node)
     )
 
 

@@ -44,6 +44,9 @@ def test_what_stays_runs_and_what_will_be_fused_is_one_pass() -> None:
     parted = part(graph.module)
     ran = [str(n.target) for n in parted.module.graph.nodes if n.op == "call_function"]
     assert ran == ["aten.conv2d.default"] * 2
+    first, second = (n for n in parted.module.graph.nodes if n.op == "call_function")
+    assert first.args[2] is None, "what is behind it adds the bias"
+    assert second.args[2] is not None
     assert parted.tail_bytes == 2 * 32 * PLANE + 4 * 32 * 4
     (result,) = parted.module(*graph.inputs, *parted.stand_ins)
     assert result.shape == (2, 8, 10, 10)
