@@ -14,7 +14,12 @@ import pytest
 
 
 def pytest_configure() -> None:
-    """How long an example takes says more about the machine's other users than about the code."""
+    """How long an example takes says more about the machine's other users than about the code.
+
+    Beside other workers of pytest-xdist, OpenMP's threads sleep where they wait: spinning they take turns with them.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     if importlib.util.find_spec("hypothesis"):
         from hypothesis import HealthCheck
         from hypothesis import settings

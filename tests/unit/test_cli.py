@@ -103,8 +103,11 @@ def entries(folder: Path) -> set[str]:
     return {str(p.relative_to(folder)) for p in folder.rglob("*") if "cache" not in p.parts}
 
 
-def test_analyze_writes_the_run_folder_and_prints_the_report(fake: Fake, tmp_path: Path, capfd: Any) -> None:
-    assert cli.main(["analyze", "model.py"]) == 0
+def test_analyze_writes_the_run_folder_and_prints_the_report(
+    fake: Fake, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/bin/fusescout", "analyze", "model.py"])
+    assert cli.main() == 0
     out, err = capfd.readouterr()
     assert accepted().verdict in re.sub(r"\s+", " ", out)
     assert "prints this" not in out and "below Python" not in out
@@ -115,7 +118,7 @@ def test_analyze_writes_the_run_folder_and_prints_the_report(fake: Fake, tmp_pat
     session = Session.load(run)
     assert session.profile.trace == "trace.json.gz"
     assert session.settings["run_dir"] == "fusescout-runs/model"
-    assert session.workload.command.startswith("fusescout ")
+    assert session.workload.command == "fusescout analyze model.py"
     assert Plan.load(run) == PLAN
     assert fake.loads[0][1]["seed"] == 0
 
