@@ -146,6 +146,7 @@ class _Bench:
         if composition == "inductor" and not plan.is_empty and any(map(self._replays, [*self.ways])):
             self.failed.append(Rival(name=name, reason=REPLAYED))
             return
+        wrong = ""
         while not plan.is_empty:
             self.on_event("end to end", 0, 0, f"building {name}")
             way = self._try(plan)
@@ -159,8 +160,11 @@ class _Bench:
             if culprit is None:
                 self.failed.append(Rival(name=name, reason=way))
                 return
+            wrong = way
             self.dropped.append(culprit)
             plan = plan.without({culprit})
+        if wrong:
+            self.failed.append(Rival(name=name, reason=f"Without {self.dropped[-1]} nothing is left of it: {wrong}"))
 
     def _replays_eager(self, plan: Plan) -> bool:
         """Whether eager operators are worth a CUDA graph: then the unpatched ones are in the running too.

@@ -4,8 +4,8 @@ Hopper's tensor cores add products of 8-bit floats with about 14 bits and cut of
 more than a bfloat16 result shows. With `use_fast_accum=False` eager's kernels therefore add what a few instructions
 give to float32 sums in registers. So does this: each step along K, of 128 terms as in CUTLASS, has accumulators of
 its own that begin at zero. No sum is in the tensor cores for longer than in eager, and all else is float32 arithmetic,
-so the error is no larger. With `use_fast_accum=True` and one scale for each operand eager leaves the sums where they are,
-and so does the template.
+so the error is no larger. With `use_fast_accum=True` and one scale for each operand eager leaves the sums where they
+are, and so does the template.
 """
 
 from fusescout.templates import gemm_schedules as schedules

@@ -171,6 +171,24 @@ def test_without_more_precision_the_model_stays_and_the_rivals_are_timed(
     assert "float64: RuntimeError" in found[PATCHED[0]].reason
 
 
+def test_an_entry_that_breaks_the_model_is_dropped_and_why_is_told(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(self: Any, plan: Plan) -> str:
+        return "Output 0 has an error of 2 where 1 is allowed."
+
+    plan = make_plan(workload.model, X)
+    monkeypatch.setattr(endtoend._Bench, "_try", wrong)
+    verdict, kept = endtoend.compare(
+        workload, plan, Config(rounds=4, compose="eager"), lambda *_: None, built=Rivals((), ())
+    )
+    (entry,) = plan.entries
+    assert (verdict.dropped, kept.is_empty, verdict.sites_patched) == ([entry.id], True, 0)
+    (lost,) = (r for r in verdict.rivals if r.name == PATCHED[0])
+    assert lost.reason == f"Without {entry.id} nothing is left of it: Output 0 has an error of 2 where 1 is allowed."
+    assert "No patched form of the model passed its check" in verdict.verdict
+
+
 class Manager:
     """As far as torch's `CUDAGraphTreeManager` goes here."""
 
