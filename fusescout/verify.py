@@ -6,7 +6,8 @@ outputs must have eager's number, dtype, shape and strides, share no memory with
 one another, and the inputs must keep every byte, also those between their elements. Memory that outputs may be
 given is poisoned before each run. A second run must agree bit by bit, or the result says it isn't deterministic.
 Where a contender errs more than eager allows, the other evaluations that the framework may make (`admissible`) are run
-too, and count if they err as much: then the result says against which of them it passed.
+too, and count if they err as much: then the result says against which of them it passed. Where it gives another of
+NaN and the infinities than eager, both are run on finite inputs, which show if rounding decides that (`infinities`).
 A case on which eager gives no finite number proves nothing; each output needs one that does. Running out of memory is
 a failure. In training every gradient is held to the same rule, with random upstream gradients.
 """
@@ -27,6 +28,7 @@ from torch import Tensor
 from fusescout.admissible import Evaluation
 from fusescout.admissible import evaluations
 from fusescout.contenders.base import Runner
+from fusescout.infinities import Infinities
 from fusescout.inputs import InputSource
 from fusescout.inputs import raw
 from fusescout.ir import Subgraph
@@ -100,6 +102,7 @@ class Verifier:
         self._kept: dict[str, list[Allowance]] = {}
         self._made: dict[str, list[Tensor]] = {}
         self._samples: dict[tuple[str, str], list[Sample]] = {}
+        self._infinities = Infinities(self.eager, self.truth, self._fits)
         self._room = torch.cuda.mem_get_info(device)[0] // KEEP_SHARE if device.startswith("cuda") else KEEP_BYTES
 
     def truth(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -137,7 +140,8 @@ class Verifier:
             if reason := self._structure(inputs, outputs, allowances) or untouched(inputs, before):
                 return reason
             sample = partial(self._sample, case, inputs, allowances)
-            found = _judge(outputs, allowances, self._others(case, sample))
+            excused = partial(self._infinities.undetermined, case, inputs)
+            found = _judge(outputs, allowances, self._others(case, sample), excused)
             tally.add(found)
             if first and not any(e.reason for e in found):
                 with poisoned(self.graph.output_specs, self.device):
@@ -145,12 +149,12 @@ class Verifier:
                 tally.deterministic &= all(map(_same_bits, outputs, again))
                 if reason := untouched(inputs, before):
                     return reason
-                found += _judge(again, allowances, self._others(case, sample))
+                found += _judge(again, allowances, self._others(case, sample), excused)
                 with filled_by_torch():
                     again = tuple(run(inputs))
                 if reason := untouched(inputs, before):
                     return reason
-                found += _judge(again, allowances, self._others(case, sample))
+                found += _judge(again, allowances, self._others(case, sample), excused)
         return next((f"output {k % len(allowances)} has {e.reason}" for k, e in enumerate(found) if e.reason), "")
 
     def _inputs(self, case: str) -> list[Tensor]:
@@ -260,15 +264,21 @@ class Verifier:
         return next((f"the gradient of input {k} has {reason}" for k, reason in wrong), "")
 
 
-def _judge(outputs: Sequence[Tensor], allowances: Sequence[Allowance], others: Iterator[list[Sample]]) -> list[Errors]:
+def _judge(
+    outputs: Sequence[Tensor],
+    allowances: Sequence[Allowance],
+    others: Iterator[list[Sample]],
+    excused: Callable[[int], Tensor | None] = lambda output: None,
+) -> list[Errors]:
     """Hold outputs against eager's error; other evaluations are asked for while that of those so far is too small."""
-    found = [a.judge(o) for a, o in zip(allowances, outputs, strict=True)]
+    pairs = enumerate(zip(allowances, outputs, strict=True))
+    found = [a.judge(o, (), partial(excused, k)) for k, (a, o) in pairs]
     beside: list[list[Sample]] = []
     while _imprecise(found) and (more := next(others, None)) is not None:
         beside.append(more)
         for k, (allowance, out) in enumerate(zip(allowances, outputs, strict=True)):
             if found[k].reason:
-                found[k] = allowance.judge(out, [samples[k] for samples in beside])
+                found[k] = allowance.judge(out, [samples[k] for samples in beside], partial(excused, k))
     return found
 
 
