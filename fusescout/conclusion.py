@@ -43,9 +43,8 @@ def conclude(
     dropped: Sequence[str],
     config: Config,
     checked: ErrorStats | str,
-    check: Callable[[Way], ErrorStats | str],
 ) -> tuple[EndToEnd, Plan]:
-    """The verdict, and the plan that it holds for: where no patch is worth having, the framework's fastest way.
+    """The verdict, and the plan that it holds for: an empty one where no patch is worth having.
 
     Args:
         plan: what was to be replaced.
@@ -55,65 +54,7 @@ def conclude(
         dropped: entries that were taken out since they broke the model.
         config: settings; `min_gain` counts here.
         checked: the last check of the fastest patched way; unused where none was measured.
-        check: holds a way against the float64 model.
     """
-    verdict, final = _of_patched(plan, ways, failed, samples, dropped, config, checked)
-    if not final.is_empty or (way := _fastest_alone(ways, samples, config)) is None:
-        return verdict, final
-    try:
-        exact = check(way)
-    except Exception:  # isolation boundary: it ran before; the model stays as it is
-        return verdict, final
-    if isinstance(exact, str):
-        return verdict, final
-    own, rival = samples[way.name], _rival(ways, samples)
-    times = ratio(samples["eager"], own)
-    said = f"The plan leaves the whole model to {way.name}: {_times(times)} as fast as eager."
-    left = {
-        "patched": median_interval(own),
-        "speedup": times,
-        "verified": True,
-        "error": exact,
-        "composition": ALONE[way.name],
-        "left_to": way.name,
-        "rival": rival.name,
-        "speedup_over_rival": ratio(samples[rival.name], own),
-        "verdict": f"{verdict.verdict} {said}",
-    }
-    return verdict.model_copy(update=left), final.composed(ALONE[way.name])
-
-
-def _fastest_alone(ways: Sequence[Way], samples: Mapping[str, Sequence[float]], config: Config) -> Way | None:
-    """The fastest of the framework's ways that a plan can take and the settings allow, if it certainly beats eager."""
-    allowed = [name for name, composition in ALONE.items() if config.compose in ("auto", composition)]
-    way = _fastest([w for w in ways if w.name in allowed], samples)
-    if way is None:
-        return None
-    over_eager = ratio(samples["eager"], samples[way.name])
-    return way if over_eager.low > 1.0 and over_eager.mid >= config.min_gain else None
-
-
-def _fastest(ways: Sequence[Way], samples: Mapping[str, Sequence[float]]) -> Way | None:
-    return min(ways, key=lambda w: median_interval(samples[w.name]).mid, default=None)
-
-
-def _rival(ways: Sequence[Way], samples: Mapping[str, Sequence[float]]) -> Way:
-    """The fastest way without a patch; eager is one."""
-    found = _fastest([w for w in ways if w.backend is None and w.name != EAGER[1]], samples)
-    assert found is not None
-    return found
-
-
-def _of_patched(
-    plan: Plan,
-    ways: Sequence[Way],
-    failed: Sequence[Rival],
-    samples: Mapping[str, Sequence[float]],
-    dropped: Sequence[str],
-    config: Config,
-    checked: ErrorStats | str,
-) -> tuple[EndToEnd, Plan]:
-    """What the fastest patched way is worth, and its plan; an empty one where it is worth nothing."""
     eager = samples["eager"]
     noise = ratio(eager, samples["eager again"])
     best = fastest_patched(ways, samples)
@@ -200,6 +141,70 @@ def _of_patched(
     )
     final = best.backend.plan if accepted else plan.emptied()
     return result, final
+
+
+def leave(
+    verdict: EndToEnd,
+    plan: Plan,
+    ways: Sequence[Way],
+    samples: Mapping[str, Sequence[float]],
+    config: Config,
+    check: Callable[[Way], ErrorStats | str],
+) -> tuple[EndToEnd, Plan]:
+    """Leave the whole model to the framework's fastest way where no patch is worth having and that one is.
+
+    Args:
+        verdict: with its plan as `conclude` gave them.
+        plan: stays as it is where it replaces anything.
+        ways: those that were measured.
+        samples: as for `conclude`.
+        config: settings; `compose` and `min_gain` count here.
+        check: holds a way against the float64 model.
+    """
+    if not plan.is_empty or (way := _fastest_alone(ways, samples, config)) is None:
+        return verdict, plan
+    try:
+        exact = check(way)
+    except Exception:  # isolation boundary: it ran before; the model stays as it is
+        return verdict, plan
+    if isinstance(exact, str):
+        return verdict, plan
+    own, rival = samples[way.name], _rival(ways, samples)
+    times = ratio(samples["eager"], own)
+    said = f"The plan leaves the whole model to {way.name}: {_times(times)} as fast as eager."
+    left = {
+        "patched": median_interval(own),
+        "speedup": times,
+        "verified": True,
+        "error": exact,
+        "composition": ALONE[way.name],
+        "left_to": way.name,
+        "rival": rival.name,
+        "speedup_over_rival": ratio(samples[rival.name], own),
+        "verdict": f"{verdict.verdict} {said}",
+    }
+    return verdict.model_copy(update=left), plan.composed(ALONE[way.name])
+
+
+def _fastest_alone(ways: Sequence[Way], samples: Mapping[str, Sequence[float]], config: Config) -> Way | None:
+    """The fastest of the framework's ways that a plan can take and the settings allow, if it certainly beats eager."""
+    allowed = [name for name, composition in ALONE.items() if config.compose in ("auto", composition)]
+    way = _fastest([w for w in ways if w.name in allowed], samples)
+    if way is None:
+        return None
+    over_eager = ratio(samples["eager"], samples[way.name])
+    return way if over_eager.low > 1.0 and over_eager.mid >= config.min_gain else None
+
+
+def _fastest(ways: Sequence[Way], samples: Mapping[str, Sequence[float]]) -> Way | None:
+    return min(ways, key=lambda w: median_interval(samples[w.name]).mid, default=None)
+
+
+def _rival(ways: Sequence[Way], samples: Mapping[str, Sequence[float]]) -> Way:
+    """The fastest way without a patch; eager is one."""
+    found = _fastest([w for w in ways if w.backend is None and w.name != EAGER[1]], samples)
+    assert found is not None
+    return found
 
 
 def _asked(speedup: Interval, min_gain: float) -> str:

@@ -20,6 +20,7 @@ from fusescout import rivals
 from fusescout.conclusion import NOTHING_REPLACED
 from fusescout.conclusion import conclude
 from fusescout.conclusion import fastest_patched
+from fusescout.conclusion import leave
 from fusescout.config import Config
 from fusescout.errors import CompositionUnavailable
 from fusescout.modelcheck import ModelJudge
@@ -69,6 +70,7 @@ def compare(
     compiled: Plan | None = None,
     budget_s: float = BUDGET_S,
     built: Rivals | None = None,
+    may_leave: bool = True,
 ) -> tuple[EndToEnd, Plan]:
     """Measure a plan on the whole model, and drop what fails there.
 
@@ -81,6 +83,8 @@ def compare(
         budget_s: seconds from which no further round begins, once there are a few.
         built: the framework's ways, if they are built already; the caller is inside of the `compiling` they were
             built in.
+        may_leave: whether the plan that comes back may leave the model to one of those ways: not where it is asked
+            whether this plan holds.
 
     Returns:
         The verdict, and the plan that it holds for: entries that break the model are dropped by bisection, and the
@@ -95,16 +99,8 @@ def compare(
         with untouched(workload):
             samples = measure(bench.ways, config.rounds, workload.device, on_event, budget_s, bench.lose)
         checked = bench.check_fastest(samples)
-        return conclude(
-            plan,
-            bench.ways,
-            bench.failed,
-            samples,
-            bench.dropped,
-            config,
-            checked,
-            lambda w: bench.judge.check(w.model),
-        )
+        found = conclude(plan, bench.ways, bench.failed, samples, bench.dropped, config, checked)
+        return leave(*found, bench.ways, samples, config, lambda w: bench.judge.check(w.model)) if may_leave else found
 
 
 class _Bench:

@@ -36,12 +36,17 @@ def _count(*_: Any) -> None:
 
 
 class Marks:
-    """What some tensors held at the time."""
+    """What some tensors held at the time.
+
+    Args:
+        tensors: they.
+        optimized: whether an optimizer may write them: fused ones do so without a count.
+    """
 
     __slots__ = ("_marks", "_steps")
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._steps = steps()
+    def __init__(self, tensors: Sequence[Tensor], optimized: bool = True) -> None:
+        self._steps = steps() if optimized else None
         self._marks = [
             (id(t), t._version, t.data_ptr(), StorageWeakRef(t.untyped_storage()))  # type: ignore[no-untyped-call]
             for t in tensors
@@ -49,7 +54,7 @@ class Marks:
 
     def hold(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the tensors, and nothing was written to them."""
-        if self._steps != _steps:
+        if self._steps is not None and self._steps != _steps:
             return False
         for tensor, (identity, version, address, storage) in zip(tensors, self._marks, strict=True):
             if id(tensor) != identity or tensor._version != version or tensor.data_ptr() != address:

@@ -170,6 +170,8 @@ class Backend:
         self.counters.fallbacks |= dict.fromkeys(left_for_contents(graph, missing), OTHER_MASKS)
         for replacement in done:
             self.counters.replaced[replacement.entry] = self.counters.replaced.get(replacement.entry, 0) + 1
+        if not done and not changed and not entries and self.plan.composition != "eager":
+            return self._compose(number, module, module, inputs)  # as planned: the model is left to it
         if not done and not changed:
             self.counters.fallbacks.setdefault(f"graph {number}", NOT_PLANNED)
             return self._counted(self._compose(number, module, module, inputs))

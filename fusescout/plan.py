@@ -134,7 +134,8 @@ class Plan(BaseModel):
     def merged(self, other: Plan) -> Plan:
         """This plan with another's entries after its own: one plan for all shapes that both were measured at.
 
-        Where both have an entry for a chain, and in how the rest runs, this one counts, unless it is empty.
+        Where both have an entry for a chain, and in how the rest runs, this one counts, unless it is empty; of two
+        empty ones that counts which leaves the model to something else than eager.
 
         Raises:
             PlanMismatch: they are for different devices, modes or memory formats.
@@ -143,7 +144,7 @@ class Plan(BaseModel):
             mine, given = getattr(self, field), getattr(other, field)
             if mine != given and not (field == "memory_format" and (self.is_empty or other.is_empty)):
                 raise PlanMismatch(what, mine, given)
-        if self.is_empty and not other.is_empty:
+        if self.is_empty and (not other.is_empty or self.composition == "eager" != other.composition):
             return other.merged(self)
         known = {(e.family, e.key) for e in self.entries}
         return self.model_copy(

@@ -93,7 +93,7 @@ class Watched:
             right = all(content_of(m) == c for m, c in zip(masks, self._contents, strict=True))
         for key in [k for k, seen in self._seen.items() if seen.marks.gone]:
             del self._seen[key]
-        self._seen[tuple(map(id, sources))] = _Seen(right, Marks(sources))
+        self._seen[tuple(map(id, sources))] = _Seen(right, Marks(sources, any(t.requires_grad for t in sources)))
         while len(self._seen) > MOST_SETS:
             self._seen.popitem(last=False)
         return right

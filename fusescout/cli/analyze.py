@@ -144,10 +144,13 @@ def _relocated(session: Session, staging: Path) -> Session:
 
 
 def gate(terminal: Terminal, fail_under: float | None, verdict: EndToEnd | None) -> int:
-    """`EXIT_GATE` if the speed-up's lower end is below `fail_under`; no patch is a speed-up of 1."""
+    """`EXIT_GATE` if the speed-up's lower end is below `fail_under`; no patch is a speed-up of 1.
+
+    Nor does a model that is left to `torch.compile` count as faster: that is no gain of a patch's.
+    """
     if fail_under is None:
         return EXIT_OK
-    reached = verdict.speedup.low if verdict and verdict.speedup else 1.0
+    reached = verdict.speedup.low if verdict and verdict.speedup and not verdict.left_to else 1.0
     if reached >= fail_under:
         return EXIT_OK
     terminal.warn(f"The end-to-end speed-up is at least {reached:.3f}, below --fail-under {fail_under:g}.")

@@ -63,7 +63,9 @@ def apply(
         )
         # Refuses a plan that was measured on another device, before anything is timed.
         patch(workload.model, loaded).undo()
-        verdict, kept = compare(workload, loaded, config, on_event)
+        if loaded.is_empty:  # the whole model is left to one of the framework's ways, or stays as it is
+            config = config.model_copy(update={"compose": loaded.composition})
+        verdict, kept = compare(workload, loaded, config, on_event, may_leave=loaded.is_empty)
     if as_json:
         terminal.out(verdict.model_dump_json(indent=1))
     else:
@@ -74,7 +76,7 @@ def apply(
         terminal.out(f"{hold}, {verdict.sites_patched} sites patched{layout}.")
         for name in verdict.dropped:
             terminal.out(f"dropped: {name}")
-        if not kept.is_empty:
+        if not kept.is_empty or kept.composition != "eager":
             terminal.note(f'In your code: fusescout.patch(model, "{plan}")')
     if verdict.dropped or (not loaded.is_empty and not verdict.verified):
         return EXIT_GATE

@@ -8,13 +8,15 @@ from test_patching import make_plan
 from torch import nn
 
 from fusescout.conclusion import conclude
+from fusescout.conclusion import leave
 from fusescout.config import Config
 from fusescout.counters import Counters
+from fusescout.patching import patch
 from fusescout.session import ErrorStats
 from fusescout.ways import GRAPHED_EAGER
 from fusescout.ways import Way
 
-MODEL, X = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Softmax(-1)), torch.randn(4, 16)
+MODEL, X = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Softmax(-1)).eval(), torch.randn(4, 16)
 EXACT = ErrorStats(worst=0.5, contender_max=1e-6, eager_max=1e-6, cases=1, deterministic=True)
 
 
@@ -36,7 +38,8 @@ def concluded(check: Any = lambda way: EXACT, config: Config | None = None, **ea
     drift = {n: [(k - 4) * (1 if "eager" in n else (-1) ** k) / 1000 for k in range(9)] for n in times}
     samples = {n: [t * (1 + d) for d in drift[n]] for n, t in times.items()}
     given = plan if "patched" in each_us else plan.emptied()
-    return conclude(given, ways, [], samples, [], config or Config(), EXACT, check)
+    config = config or Config()
+    return leave(*conclude(given, ways, [], samples, [], config, EXACT), ways, samples, config, check)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,28 @@ def test_a_model_that_no_patch_helps_is_left_to_the_fastest_other_way(
     assert (verdict.sites_patched, verdict.verified) == (0, True)
     assert verdict.verdict.startswith("Keep the framework code")
     assert f"The plan leaves the whole model to {left_to}: {100 / fastest:.2f} times" in verdict.verdict
+
+
+def test_whether_a_plan_holds_does_not_depend_on_other_ways() -> None:
+    """`fusescout apply` asks that: a model that could be left to `torch.compile` is no reason to say yes."""
+    plan = make_plan(MODEL, X)
+    times = {"eager": 100.0, "eager again": 100.0, "compile": 50.0, "patched": 40.0}
+    ways = [Way(n, MODEL, lambda: None, 0.0, Backend(plan) if n == "patched" else None, "eager") for n in times]
+    samples = {n: [t] * 9 for n, t in times.items()}
+    verdict, kept = conclude(plan, ways, [], samples, [], Config(), "Output 0 has an error of 2 where 1 is allowed")
+    assert (verdict.verified, verdict.left_to, kept) == (False, "", plan.emptied())
+    verdict, kept = leave(verdict, kept, ways, samples, Config(), lambda _: EXACT)
+    assert (verdict.left_to, kept) == ("compile", plan.emptied().composed("inductor"))
+
+
+def test_a_plan_that_leaves_the_model_to_inductor_is_carried_out_as_planned() -> None:
+    torch._dynamo.reset()
+    plan = make_plan(MODEL, X).emptied().composed("inductor")
+    handle = patch(MODEL, plan)
+    with torch.no_grad():
+        torch.testing.assert_close(MODEL(X), MODEL.forward(X))
+    assert (handle.counters.captures, handle.counters.framework_calls, handle.counters.fallbacks) == (1, 0, {})
+    handle.undo()
 
 
 def test_a_patch_that_is_as_fast_is_kept() -> None:

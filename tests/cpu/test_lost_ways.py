@@ -182,6 +182,7 @@ def test_an_entry_that_breaks_the_model_is_dropped_and_why_is_told(
     verdict, kept = endtoend.compare(
         workload, plan, Config(rounds=4, compose="eager"), lambda *_: None, built=Rivals((), ())
     )
+    assert not verdict.left_to
     (entry,) = plan.entries
     assert (verdict.dropped, kept.is_empty, verdict.sites_patched) == ([entry.id], True, 0)
     (lost,) = (r for r in verdict.rivals if r.name == PATCHED[0])

@@ -75,6 +75,8 @@ def test_plans_of_several_shapes_merge_into_one() -> None:
     assert [e.id for e in both.entries] == ["pointwise-1", "b"]
     assert both.composition == "eager"
     assert plan().emptied().merged(other).composition == "inductor", "an empty plan has no say"
+    left = plan().emptied().composed("inductor")
+    assert left.merged(plan().emptied()) == plan().emptied().merged(left) == left, "one leaves the model to Inductor"
     assert both.merged(plan().emptied()) == both
     for change in ({"device_name": "y"}, {"mode": "training"}, {"memory_format": "channels_last"}):
         with pytest.raises(PlanMismatch, match=str(*change.values())):
