@@ -144,6 +144,8 @@ def _waste(node: fx.Node) -> float:
 
 
 def _stand_in(value: Tensor) -> Tensor:
-    """Memory like a value's, with numbers in it."""
+    """Memory like a value's, with numbers in it; the user's random state is left alone."""
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return made.normal_() if value.is_floating_point() else made.zero_()
+    if not value.is_floating_point():
+        return made.zero_()
+    return made.normal_(generator=torch.Generator(value.device).manual_seed(0))

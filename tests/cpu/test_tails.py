@@ -41,7 +41,9 @@ def _fresh_dynamo() -> None:
 
 def test_what_stays_runs_and_what_will_be_fused_is_one_pass() -> None:
     (graph,) = capture(Workload(Net().eval(), (X,))).graphs
+    state = torch.random.get_rng_state()
     parted = part(graph.module)
+    assert torch.equal(torch.random.get_rng_state(), state)
     ran = [str(n.target) for n in parted.module.graph.nodes if n.op == "call_function"]
     assert ran == ["aten.conv2d.default"] * 2
     first, second = (n for n in parted.module.graph.nodes if n.op == "call_function")

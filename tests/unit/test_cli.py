@@ -316,8 +316,11 @@ class FakeApply:
     def undo(self) -> None:
         self.calls.append("undo")
 
-    def compare(self, workload: Any, plan: Plan, config: Config, on_event: Any) -> tuple[EndToEnd, Plan]:
+    def compare(
+        self, workload: Any, plan: Plan, config: Config, on_event: Any, may_leave: bool
+    ) -> tuple[EndToEnd, Plan]:
         print("noise")
+        assert may_leave is plan.is_empty
         self.calls.append("compare")
         self.configs.append(config)
         return self.verdict, plan
