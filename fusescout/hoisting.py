@@ -182,7 +182,7 @@ def lift(module: fx.GraphModule, results: Sequence[fx.Node], prefix: str, in_pla
     """
     graph = module.graph
     inputs = graph.find_nodes(op="placeholder")
-    inside = _above(results)
+    inside = above(results)
     prepare, sources = part_off(module, results)
     last = inputs[-1] if inputs else None
     for k, node in enumerate(results):
@@ -201,7 +201,7 @@ def lift(module: fx.GraphModule, results: Sequence[fx.Node], prefix: str, in_pla
 
 def part_off(module: fx.GraphModule, results: Sequence[fx.Node]) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """A copy of what makes some nodes, which gives them in a list, and which inputs of the graph it takes."""
-    inside = _above(results)
+    inside = above(results)
     prepare = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
@@ -212,7 +212,7 @@ def part_off(module: fx.GraphModule, results: Sequence[fx.Node]) -> tuple[fx.Gra
     return fx.GraphModule(module, prepare), tuple(k for k, n in enumerate(inputs) if n in inside)
 
 
-def _above(results: Sequence[fx.Node]) -> set[fx.Node]:
+def above(results: Sequence[fx.Node]) -> set[fx.Node]:
     """Nodes and all they are made of."""
     found, waiting = set(results), list(results)
     while waiting:

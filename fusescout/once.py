@@ -38,6 +38,7 @@ from fusescout.capture.settled import written_memory
 from fusescout.flops import op_name
 from fusescout.hoisting import TABLE
 from fusescout.hoisting import Hoisted
+from fusescout.hoisting import above
 from fusescout.hoisting import lift
 from fusescout.read_through import read_through_copies
 
@@ -155,15 +156,8 @@ class _Choice:
 
 
 def _above(node: fx.Node) -> set[fx.Node]:
-    """All that a node is made of."""
-    found: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                waiting.append(source)
-    return found
+    """All that a node is made of, without itself."""
+    return above([node]) - {node}
 
 
 def _is_table(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import Tensor
 from torch import fx
@@ -104,14 +105,11 @@ def _is_read_by_rest(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 def _pieces(inside: set[fx.Node]) -> list[set[fx.Node]]:
     """Connected pieces, by way of views too: one pass over memory each."""
-    piece = {node: {node} for node in inside}
-    for node in inside:
-        for source in node.all_input_nodes:
-            above = origin(source)
-            if above in inside and piece[above] is not piece[node]:
-                whole = piece[above] | piece[node]
-                piece |= dict.fromkeys(whole, whole)
-    return list({id(p): p for p in piece.values()}.values())
+    joined: nx.Graph[fx.Node] = nx.Graph()
+    joined.add_nodes_from(inside)
+    sources = ((node, origin(source)) for node in inside for source in node.all_input_nodes)
+    joined.add_edges_from((node, source) for node, source in sources if source in inside)
+    return list(nx.connected_components(joined))
 
 
 def _bytes(piece: set[fx.Node]) -> float:
