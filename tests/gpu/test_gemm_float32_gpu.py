@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fusescout.templates import gemm_float32
+from one_entry import plan_of_kernel
 from template_cases import trace
 from torch import nn
 from torch.nn import functional as F
@@ -13,8 +14,6 @@ from torch.nn import functional as F
 from fusescout.capture import capture
 from fusescout.contenders.tilelang import TileLang
 from fusescout.patching import patch
-from fusescout.plan import Entry
-from fusescout.plan import Plan
 from fusescout.probe import describe_device
 from fusescout.probe import measure_device
 from fusescout.regions import find_regions
@@ -82,14 +81,7 @@ def test_a_patched_model_uses_prepared_planes_and_sees_its_weight_change():
     device = describe_device("cuda")
     variant = {"template": "gemm_float32", **gemm_float32.configs(graph, device)[0]}
     assert variant["weight"] == "prepared"
-    entry = Entry(
-        id="product", family=region.family, chain=list(graph.chain), subgraph=graph.to_json(), contender="tilelang",
-        variant=variant, sites=1,
-    )  # fmt: skip
-    plan = Plan(
-        target="model", mode="inference", device_kind="cuda", device_name=device.name, torch=torch.__version__,
-        entries=[entry],
-    )  # fmt: skip
+    plan = plan_of_kernel(graph, region.family, variant, device)
     for composition in ("eager", "cudagraph"):
         torch._dynamo.reset()
         handle = patch(model, plan, composition=composition)

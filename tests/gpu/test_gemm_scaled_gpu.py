@@ -7,6 +7,7 @@ import pytest
 import torch
 from config_spread import spread
 from fusescout.templates import gemm_epilogue
+from one_entry import plan_of_kernel
 from scaled_cases import E4M3
 from scaled_cases import QUANTISING
 from scaled_cases import Float8Linear
@@ -22,8 +23,6 @@ from torch import nn
 from fusescout.capture import capture
 from fusescout.contenders.tilelang import TileLang
 from fusescout.patching import patch
-from fusescout.plan import Entry
-from fusescout.plan import Plan
 from fusescout.probe import describe_device
 from fusescout.probe import measure_device
 from fusescout.regions import find_regions
@@ -102,14 +101,7 @@ def test_a_patched_float8_model_gives_what_eager_gives(rows):
     graph = next(g for g in chains if g.chain == ("t", "_scaled_mm", "gelu"))
     device = describe_device("cuda")
     variant = {"template": "gemm_epilogue", **gemm_epilogue.configs(graph, device)[0]}
-    entry = Entry(
-        id="product", family="gemm_epilogue", chain=list(graph.chain), subgraph=graph.to_json(), contender="tilelang",
-        variant=variant, sites=1,
-    )  # fmt: skip
-    plan = Plan(
-        target="model", mode="inference", device_kind="cuda", device_name=device.name, torch=torch.__version__,
-        entries=[entry],
-    )  # fmt: skip
+    plan = plan_of_kernel(graph, "gemm_epilogue", variant, device)
     for composition in ("eager", "cudagraph"):
         torch._dynamo.reset()
         handle = patch(model, plan, composition=composition)
