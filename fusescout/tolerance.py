@@ -163,9 +163,9 @@ class Allowance:
             reason = f"{wrong} of {out.numel()} values differ from eager's" if wrong else ""
             return Errors(math.inf if wrong else 0.0, float(wrong), 0.0, True, reason)
         target, value = self.truth.double().flatten(), out.detach().double().flatten()
-        eager = self.eager.double().flatten()
-        if not bool((value.isfinite() & target.isfinite() & eager.isfinite()).all()):
-            rounded = self.truth.to(out.dtype).double().flatten()
+        own = (self.eager if self.eager.dtype.itemsize > 1 else self.eager.float()).flatten()  # 8 bits can't be asked
+        if not bool((value.isfinite() & target.isfinite() & own.isfinite()).all()):
+            eager, rounded = self.eager.double().flatten(), self.truth.to(out.dtype).double().flatten()
             if reason := _classes(value, eager, rounded, undetermined):
                 return Errors(math.inf, math.inf, 0.0, True, reason)
             target = torch.where(target.isfinite(), target, eager)
