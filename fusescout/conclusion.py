@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 
 from fusescout.config import Config
+from fusescout.errors import in_a_line
 from fusescout.plan import Composition
 from fusescout.plan import Plan
 from fusescout.session import EndToEnd
@@ -153,6 +154,8 @@ def leave(
 ) -> tuple[EndToEnd, Plan]:
     """Leave the whole model to the framework's fastest way where no patch is worth having and that one is.
 
+    One that is off by the rule for patched models is passed over, and the verdict says so.
+
     Args:
         verdict: with its plan as `conclude` gave them.
         plan: stays as it is where it replaces anything.
@@ -161,39 +164,46 @@ def leave(
         config: settings; `compose` and `min_gain` count here.
         check: holds a way against the float64 model.
     """
-    if not plan.is_empty or (way := _fastest_alone(ways, samples, config)) is None:
+    if not plan.is_empty:
         return verdict, plan
-    try:
-        exact = check(way)
-    except Exception:  # isolation boundary: it ran before; the model stays as it is
-        return verdict, plan
-    if isinstance(exact, str):
-        return verdict, plan
-    own, rival = samples[way.name], _rival(ways, samples)
-    times = ratio(samples["eager"], own)
-    said = f"The plan leaves the whole model to {way.name}: {_times(times)} as fast as eager."
-    left = {
-        "patched": median_interval(own),
-        "speedup": times,
-        "verified": True,
-        "error": exact,
-        "composition": ALONE[way.name],
-        "left_to": way.name,
-        "rival": rival.name,
-        "speedup_over_rival": ratio(samples[rival.name], own),
-        "verdict": f"{verdict.verdict} {said}",
-    }
-    return verdict.model_copy(update=left), plan.composed(ALONE[way.name])
+    wrong: list[str] = []
+    for way in _faster_alone(ways, samples, config):
+        own = samples[way.name]
+        times = ratio(samples["eager"], own)
+        try:
+            exact = check(way)
+        except Exception as error:  # isolation boundary: it ran before; the next one's turn comes
+            exact = in_a_line(error)
+        if isinstance(exact, str):
+            wrong.append(f"It is not left to {way.name}, {_times(times)} as fast as eager: {exact.rstrip('.')}.")
+            continue
+        rival = _rival(ways, samples)
+        said = f"The plan leaves the whole model to {way.name}: {_times(times)} as fast as eager."
+        left = {
+            "patched": median_interval(own),
+            "speedup": times,
+            "verified": True,
+            "error": exact,
+            "composition": ALONE[way.name],
+            "left_to": way.name,
+            "rival": rival.name,
+            "speedup_over_rival": ratio(samples[rival.name], own),
+            "verdict": " ".join([verdict.verdict, *wrong, said]),
+        }
+        return verdict.model_copy(update=left), plan.composed(ALONE[way.name])
+    return verdict.model_copy(update={"verdict": " ".join([verdict.verdict, *wrong])}), plan
 
 
-def _fastest_alone(ways: Sequence[Way], samples: Mapping[str, Sequence[float]], config: Config) -> Way | None:
-    """The fastest of the framework's ways that a plan can take and the settings allow, if it certainly beats eager."""
+def _faster_alone(ways: Sequence[Way], samples: Mapping[str, Sequence[float]], config: Config) -> list[Way]:
+    """The framework's ways that a plan can take, the settings allow and that certainly beat eager; fastest first."""
     allowed = [name for name, composition in ALONE.items() if config.compose in ("auto", composition)]
-    way = _fastest([w for w in ways if w.name in allowed], samples)
-    if way is None:
-        return None
-    over_eager = ratio(samples["eager"], samples[way.name])
-    return way if over_eager.low > 1.0 and over_eager.mid >= config.min_gain else None
+    found = []
+    for way in ways:
+        if way.name in allowed:
+            over_eager = ratio(samples["eager"], samples[way.name])
+            if over_eager.low > 1.0 and over_eager.mid >= config.min_gain:
+                found.append(way)
+    return sorted(found, key=lambda w: median_interval(samples[w.name]).mid)
 
 
 def _fastest(ways: Sequence[Way], samples: Mapping[str, Sequence[float]]) -> Way | None:

@@ -101,6 +101,18 @@ def test_what_a_plan_can_not_carry_out_stays_a_rival() -> None:
     assert verdict.speedup_over_rival.mid == pytest.approx(0.8)
 
 
+def test_a_way_that_is_off_is_passed_over_and_the_verdict_says_why() -> None:
+    def check(way: Way) -> ErrorStats | str:
+        return "Output 0 has an error of 2 where 1 is allowed." if way.name == "compile + CUDA graphs" else EXACT
+
+    verdict, plan = concluded(compiled=50.0, graphed=40.0, check=check)
+    assert (verdict.left_to, plan.composition, verdict.speedup_over_rival.mid) == ("compile", "inductor", 0.8)
+    said = verdict.verdict.index("It is not left to compile + CUDA graphs, 2.50 times")
+    assert "as fast as eager: Output 0 has an error of 2 where 1 is allowed. The plan leaves" in verdict.verdict[said:]
+    verdict, plan = concluded(compiled=50.0, check=broken)
+    assert verdict.verdict.endswith("as fast as eager: RuntimeError: it broke.") and plan == plan.emptied()
+
+
 def broken(way: Way) -> ErrorStats:
     raise RuntimeError("it broke")
 
