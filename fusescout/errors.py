@@ -26,6 +26,13 @@ def in_a_line(error: BaseException, most: int = 200) -> str:
     return f"{type(error).__name__}: {first[:most]}"
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a host or a device had no room; torch's classes and CUDA's texts are known without importing torch."""
+    text = str(error)
+    by_name = {"OutOfMemoryError", "MemoryError"} & {kind.__name__ for kind in type(error).__mro__}
+    return bool(by_name) or "t allocate memory" in text or "out of memory" in text
+
+
 class SessionUnreadable(FuseScoutError):
     """A session file that can't be shown."""
 
@@ -377,4 +384,17 @@ class DiskFull(FuseScoutError):
             f"A disk was full while {what} was built.",
             next(line.strip() for line in [*reason.splitlines(), reason] if NO_SPACE in line),
             "Make room, or let TMPDIR, TORCHINDUCTOR_CACHE_DIR and FUSESCOUT_CACHE_DIR name folders on another disk.",
+        )
+
+
+class OutOfMemory(FuseScoutError):
+    """The host or the device has no room for the model, its inputs or what an analysis needs beside them."""
+
+    exit_code = EXIT_ENVIRONMENT
+
+    def __init__(self, what: str, error: BaseException) -> None:
+        super().__init__(
+            what,
+            f"{in_a_line(error, 160)}.".replace("..", "."),
+            "End what else uses that memory, or analyse a smaller batch or another dtype.",
         )

@@ -27,6 +27,7 @@ from fusescout.admissible import TF32
 from fusescout.admissible import CutToTF32
 from fusescout.capture.protect import protected
 from fusescout.errors import in_a_line
+from fusescout.errors import out_of_memory
 from fusescout.exact_scaled import ExactScaled
 from fusescout.exact_scaled import widened
 from fusescout.nest import convert
@@ -35,7 +36,6 @@ from fusescout.numerics import tf32_kinds
 from fusescout.session import ErrorStats
 from fusescout.tolerance import Sample
 from fusescout.verify import check_model_outputs
-from fusescout.verify import out_of_memory
 from fusescout.workload import Workload
 
 SEED = 0

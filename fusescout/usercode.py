@@ -20,8 +20,10 @@ from pathlib import Path
 from types import ModuleType
 
 from fusescout.errors import FuseScoutError
+from fusescout.errors import OutOfMemory
 from fusescout.errors import TargetNotFound
 from fusescout.errors import UserCodeRaised
+from fusescout.errors import out_of_memory
 
 PACKAGE = str(Path(__file__).parent)
 FRAMELESS = ("<frozen ", PACKAGE)
@@ -126,6 +128,7 @@ def user_code(what: str, fix: str = "") -> Iterator[None]:
     """Turn whatever the user's code raises into `UserCodeRaised(what)`; FuseScout's own errors pass.
 
     Raises:
+        OutOfMemory: there was no room for what it does.
         UserCodeRaised: with a traceback that starts at the first frame that isn't FuseScout's.
     """
     try:
@@ -134,6 +137,8 @@ def user_code(what: str, fix: str = "") -> Iterator[None]:
         raise
     # An isolation boundary: anything may be raised here, SystemExit too, and all of it is the user's.
     except (Exception, SystemExit) as error:
+        if out_of_memory(error):
+            raise OutOfMemory(what, error) from error
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename.startswith(FRAMELESS):
             frames = frames.tb_next

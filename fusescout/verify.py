@@ -28,6 +28,7 @@ from torch import Tensor
 from fusescout.admissible import Evaluation
 from fusescout.admissible import evaluations
 from fusescout.contenders.base import Runner
+from fusescout.errors import out_of_memory
 from fusescout.infinities import Infinities
 from fusescout.inputs import InputSource
 from fusescout.inputs import raw
@@ -334,15 +335,6 @@ def check_model_outputs(
     if missing := tally.unproven():
         return f"Output {missing[0]} has no finite value, so nothing is proved."
     return tally.outcome("").stats
-
-
-def out_of_memory(error: BaseException) -> bool:
-    text = str(error)
-    return (
-        isinstance(error, torch.OutOfMemoryError | MemoryError)
-        or "t allocate memory" in text
-        or "out of memory" in text
-    )
 
 
 class _Tally:

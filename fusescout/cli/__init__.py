@@ -23,7 +23,9 @@ from fusescout.cli.terminal import Terminal
 from fusescout.errors import EXIT_INTERRUPTED
 from fusescout.errors import EXIT_OK
 from fusescout.errors import FuseScoutError
+from fusescout.errors import OutOfMemory
 from fusescout.errors import UsageProblem
+from fusescout.errors import out_of_memory
 
 EXIT_INTERNAL, EXIT_CLOSED_PIPE, EXIT_TERMINATED = 70, 141, 143
 RARELY = (50_000, 10, 10)
@@ -33,7 +35,8 @@ Exit codes:
     0  done
     1  it ran, but a gate failed (--fail-under, verification, templates check)
     2  wrong usage, settings or target
-    3  this machine can't do it (no GPU, a missing package, a full disk)
+    3  this machine can't do it (no GPU, a missing package, a full disk, too
+       little memory)
     4  the model or script raised
    70  internal error: a bug in FuseScout
   130  interrupted
@@ -126,6 +129,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = EXIT_CLOSED_PIPE if isinstance(stop.__context__, BrokenPipeError) else stop.code
     # The last isolation boundary: whatever is left is a bug of FuseScout's and is reported as one.
     except Exception as error:
+        if out_of_memory(error):
+            full = OutOfMemory("There was no memory left for the analysis.", error)
+            terminal.error(full)
+            return full.exit_code
         terminal.internal_error(error)
         return EXIT_INTERNAL
     if code == EXIT_INTERRUPTED:

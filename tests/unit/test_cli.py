@@ -237,6 +237,7 @@ def test_force_never_replaces_something_else(fake: Fake, tmp_path: Path) -> None
     [
         (KeyboardInterrupt(), 130, "nothing was written"),
         (FuseScoutError("What.", "Why.", "Fix."), 2, "Why."),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried\nmore"), 3, "End what else uses"),
         (ZeroDivisionError("oops"), 70, "internal error: ZeroDivisionError: oops"),
         (OSError(28, "No space left on device"), 3, "No space left on device"),
         (OSError(13, "Permission denied", "/elsewhere"), 70, "Permission denied"),
