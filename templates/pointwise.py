@@ -3,7 +3,8 @@
 One walk over the first output's memory; pieces of a dimension that is sliced or put together are computed side by
 side. On CUDA each block takes `threads * items` elements: loads into registers as wide as each operand's layout allows,
 the whole chain there, wide stores; elements behind the last full block go through a loop of their own, so that no other
-block tests bounds. Operands that lie crosswise are walked in patches (`pointwise_tiles.py`). On the CPU, rows of the
+block tests bounds. Operands that lie crosswise are turned in shared memory
+(`pointwise_staged.py`) or walked in patches (`pointwise_tiles.py`). On the CPU, rows of the
 collapsed space are split over threads and the innermost loop is left to the C++ compiler's vectoriser.
 """
 
@@ -24,6 +25,8 @@ from fusescout.templates.expression import unsupported
 from fusescout.templates.operators import Unsupported
 from fusescout.templates.pieces import Laid
 from fusescout.templates.pieces import lay_out
+from fusescout.templates.pointwise_staged import configs as staged_configs
+from fusescout.templates.pointwise_staged import staged
 from fusescout.templates.pointwise_tiles import configs as tile_configs
 from fusescout.templates.pointwise_tiles import patch
 from fusescout.templates.pointwise_tiles import tiled
@@ -80,7 +83,7 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
     # blocks that fill the device come first; among them the order above
     found.sort(key=lambda c: space.numel < c["threads"] * c["items"] * device.cores)
     crosswise = patch(space)
-    return tile_configs(crosswise) + found if crosswise else found
+    return staged_configs(crosswise) + tile_configs(crosswise) + found if crosswise else found
 
 
 def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
@@ -90,9 +93,9 @@ def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
     name = f"fs_pointwise_{graph.key[:10]}"
     if dialect.cpu:
         body = _cpu(laid.graph, space.collapsed(), config, dialect)
-    elif "rows" in config:
-        found = patch(space)
-        body = tiled(
+    elif "rows" in config or "tile_rows" in config:
+        found, write = patch(space), tiled if "rows" in config else staged
+        body = write(
             found, space.parameters, config, dialect, lambda e, c: _chain(laid.graph, found.space, e, dialect, c)
         )
     else:

@@ -1,4 +1,4 @@
-"""Patches for operands that lie crosswise: where they are offered, and their CUDA text run thread by thread here."""
+"""Tiles for operands that lie crosswise: where they are offered, and their CUDA text run thread by thread here."""
 
 import math
 import re
@@ -29,15 +29,22 @@ CASES = {
     "rows of odd length": (lambda x, y: torch.relu(x) * 2 + y, (2, 35, 5, 9), (2, 35, 5, 9)),
     "rows that end within a warp, float32": (lambda x, y: x * y, (2, 21, 38), (2, 38, 21)),
     "channels last meets channels first": (lambda x, y: torch.relu(x) + y, (2, 32, 8, 6), (2, 32, 8, 6)),
+    "several tiles, with ends, float32": (lambda x, y: torch.relu(x.t()) - y, (72, 132), (132, 72)),
+    "one byte an element": (lambda x, y: (x > 0.5).t() & (y < 0.25), (48, 80), (80, 48)),
+    "results in both orders": (lambda x, y: (F.relu(x), (x.t() > y).contiguous()), (80, 48), (48, 80)),
+    "results in both orders, float32": (lambda x, y: (x * 3, (x.t() - y).contiguous()), (70, 36), (36, 70)),
 }
+EVERY = ("a batch, rows that end within a patch", "several tiles, with ends, float32")
+"""Cases that all configurations are run on."""
 
 
-def crosswise(graph):
-    return [c for c in pointwise.configs(graph, HOPPER) if "rows" in c]
+def crosswise(graph, key="rows"):
+    return [c for c in pointwise.configs(graph, HOPPER) if key in c]
 
 
+@pytest.mark.parametrize("key", ["rows", "tile_rows"], ids=["patches", "in shared memory"])
 @pytest.mark.parametrize("name", CASES)
-def test_patches_run_thread_by_thread(name, tmp_path):
+def test_they_run_thread_by_thread(name, key, tmp_path):
     function, *shapes = CASES[name]
     dtype = torch.float32 if "float32" in name else BF16
     given = [randn(*s, seed=k).to(dtype) for k, s in enumerate(shapes)]
@@ -47,8 +54,8 @@ def test_patches_run_thread_by_thread(name, tmp_path):
         given[1] = given[1].transpose(1, 2)
     graph, inputs = trace(function, tuple(given))
     eager, truth = reference.build(graph)(inputs), reference.build(graph, "float64")([t.double() for t in inputs])
-    assert len(crosswise(graph)) == 3
-    for number, config in enumerate(crosswise(graph)[: 1 if name.startswith("rows") else 3]):
+    assert len(crosswise(graph)) == 3 and len(crosswise(graph, key)) >= 2
+    for number, config in enumerate(crosswise(graph, key)[: 3 if name in EVERY else 1]):
         kernel = pointwise.kernel(graph, config, HOPPER)
         source = lowered(kernel).kernel_source
         vectors = {4: "float4", 2: "float2"} if dtype == torch.float32 else {8: "uint4"}
