@@ -234,6 +234,7 @@ HALF = (torch.bfloat16, torch.float16)
 CHAIN_SHAPES = (
     *chains("pointwise", "pointwise", flat()),
     *chains("pointwise crosswise", "pointwise", crosswise(), {"rows": bool}),
+    *chains("pointwise turned", "pointwise", crosswise(), {"tile_rows": bool}),
     *chains("rotary", "pointwise", turned()),
     *chains("pieces", "pointwise", pieces()),
     *chains("pooling", "pooling", pooled()),
