@@ -37,7 +37,9 @@ from fusescout.endtoend import compositions
 from fusescout.environment import describe
 from fusescout.errors import in_a_line
 from fusescout.graph import OpGraph
+from fusescout.inserted import copy_times
 from fusescout.ir import Subgraph
+from fusescout.layout import Layout
 from fusescout.layout import choose
 from fusescout.numerics import tf32
 from fusescout.once import Once
@@ -148,14 +150,19 @@ def _run(
         step_us = max(measured.busy_us, measured.kernel_us)
         captured, once, stopped = _precomputed(captured)
         layout = choose(workload, captured, measured.time_us, step_us, device.copy_bytes_per_s)
+        added = _added(captured, layout, workload.device)
         captured = layout.capture
+
+    def node_time_us(graph: int, node: str) -> float:
+        return added.get((graph, node)) or measured.time_us(graph, node)
+
     graphs = [g.graph for g in captured.graphs]
     on_event("rank", 0, 0, f"{sum(len(g.nodes) for g in graphs)} nodes")
     with clock.stage("rank"):
         recall = Recall.of(graphs, device, config.top, config.cache_dir if config.use_cache else None)
         ranking = rank(
             graphs,
-            measured.time_us,
+            node_time_us,
             step_us,
             device,
             _refusal(device, config),
@@ -232,6 +239,16 @@ def _precomputed(captured: Capture) -> tuple[Capture, tuple[Once, ...], str]:
         return *precompute(captured), ""
     except Exception as error:  # isolation boundary: the model is analysed with these operators in it
         return captured, (), f"What no input decides could not be computed once: {in_a_line(error)}."
+
+
+def _added(captured: Capture, layout: Layout, device: str) -> Mapping[tuple[int, str], float]:
+    """Times of the copies that a layout needs, in µs a step; none where that fails: they are no candidates then."""
+    if layout.memory_format == "preserved":
+        return {}
+    try:
+        return copy_times(captured, layout.capture, device)
+    except Exception:  # isolation boundary: for want of memory, say
+        return {}
 
 
 def _refusal(device: Device, config: Config) -> Any:

@@ -60,7 +60,7 @@ def part(module: fx.GraphModule) -> Parted:
         value: Tensor = node.meta["val"]
         key = (tuple(value.shape), value.stride(), value.dtype, value.device)
         if key not in stand_ins:
-            stand_ins[key] = _stand_in(value)
+            stand_ins[key] = stand_in(value)
         with graph.inserting_after(last):
             last = graph.placeholder(f"stand_in_{len(given)}")
         last.meta = {"val": value}
@@ -141,7 +141,7 @@ def _waste(node: fx.Node) -> float:
     return max(1.0, SECTOR_BYTES / run)
 
 
-def _stand_in(value: Tensor) -> Tensor:
+def stand_in(value: Tensor) -> Tensor:
     """Memory like a value's, with numbers in it; the user's random state is left alone."""
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     if not value.is_floating_point():

@@ -90,6 +90,7 @@ def find_regions(graph: Graph) -> tuple[Region, ...]:
                 add(family, names)
                 add("conv_epilogue", and_convolutions(graph, names))
     for names in find_copies(graph):
+        add("pointwise", names)
         add("conv_epilogue", and_convolutions(graph, names))
     return tuple(found.values())
 

@@ -55,9 +55,9 @@ def test_the_copy_is_part_of_the_chain_before_it(tmp_path: Path) -> None:
     assert Verifier(graph, inputs, "cpu").check(built.run, "full").reason == ""
     walks = contender.variants(graph, HOPPER, "quick")
     assert {v["template"] for v in walks} == {"pointwise"}
-    assert "rows" in walks[0]  # patches: it reads one order and writes the other
+    assert "tile_rows" in walks[0]  # turned in shared memory: it reads one order and writes the other
     joined, _ = found["conv2d", "clone"]
-    assert "rows" in contender.variants(joined, HOPPER, "quick")[0]  # with the bias
+    assert "tile_rows" in contender.variants(joined, HOPPER, "quick")[0]  # with the bias
 
 
 def test_a_patched_model_gives_the_same_strides(tmp_path: Path) -> None:
