@@ -185,14 +185,6 @@ def test_tied_weights_and_shared_inputs_stay_shared() -> None:
     assert x.dtype == torch.float32
 
 
-def test_a_model_without_room_is_told_so_and_is_no_fault_of_its_code(tmp_path: Path) -> None:
-    path = tmp_path / "large.py"
-    path.write_text("import torch\ndef get_model(): return torch.nn.Linear(1 << 40, 1 << 20), torch.ones(2)\n")
-    with pytest.raises(errors.OutOfMemory, match=r"t allocate memory.*End what else uses that memory") as caught:
-        load(str(path))
-    assert caught.value.exit_code == 3
-
-
 def test_training_uses_the_files_loss_or_a_default(tmp_path: Path) -> None:
     text = NET + "def get_model(): return Net(), torch.ones(2, 4)\n"
     default = load(write(tmp_path, text, "a.py"), mode="training")
