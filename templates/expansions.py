@@ -90,6 +90,9 @@ class Expansion:
         spec = replace(self.spec(total), dtype="float32")
         return Ref(self.add(Op(f"aten.{name}.default", (total, count), (), spec)))
 
+    def moments(self, x: Ref, axes: tuple) -> "Moments":
+        return _moments(self, x, axes)
+
     def out(self, ref: Ref) -> Ref:
         """The last op's result, with the spec the model's operator has."""
         last = self.ops[-1]
@@ -197,7 +200,7 @@ def _variance(e: Expansion) -> Ref:
         correction = 1.0 if e.arg(1, "unbiased", True) else 0.0
     else:
         correction = 1.0 if e.arg(2, "unbiased", True) else 0.0
-    return e.full("div", _moments(e, x, axes).squares, max(0.0, e.count(x, axes) - correction))
+    return e.full("div", e.moments(x, axes).squares, max(0.0, e.count(x, axes) - correction))
 
 
 def _var(e: Expansion) -> Ref:
@@ -272,7 +275,7 @@ def _normalised(e: Expansion, weight, bias, eps: float, fused: bool) -> Ref:
     `fused`: some eager kernels compute x a + (bias - mean a), a = scale weight, which differs where a is infinite.
     """
     x = e.source()
-    found = _moments(e, x, e.axes)
+    found = e.moments(x, e.axes)
     scale = e.full("rsqrt", e.full("add", e.full("div", found.squares, e.count(x, e.axes)), eps))
     exact = e.spec(x).dtype == "float32" and not e.cpu
     if fused and isinstance(weight, Ref):

@@ -24,7 +24,7 @@ from fusescout.template import Config
 
 def cuda_configs(space: Space, device: Device) -> list[Config]:
     """Block sizes, best guess first."""
-    widest = max(DTYPE_BYTES[o.dtype] for o in space.operands)
+    widest = max(DTYPE_BYTES[o.dtype] for o in space.operands if not o.strides or o.strides[-1] or o.is_scalar)
     natural = max(2, 16 // widest)
     found = [
         {"threads": t, "items": i}
@@ -73,7 +73,7 @@ def _flat(graph: Subgraph, space: Space, config: Config, dialect: Dialect) -> st
     loop = f"for j in {dialect.parallel(block)}:"
     main = [f"{o.name}_r = {dialect.tile((block,), buffer_dtype(o, dialect))}" for o in staged]
     for o in staged:
-        if o.role == "input":
+        if o.role != "output":
             main += [loop, f"    {o.name}_r[j] = {at(o, f'bx * {block} + j')}"]
     elements = {o.name: f"{o.name}_r[j]" if o in staged else at(o, f"bx * {block} + j") for o in space.operands}
     cells = Cells("k", (block,), "j", dialect)

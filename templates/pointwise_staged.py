@@ -42,12 +42,8 @@ def _waste(size: int, tile: int) -> float:
 
 
 def _shared_bytes(found: Patch, rows: int, columns: int) -> int:
-    return sum(columns * (rows + PAD) * DTYPE_BYTES[o.dtype] for o in found.space.operands if is_crosswise(o, found))
-
-
-def is_crosswise(o: Operand, found: Patch) -> bool:
-    """Whether neighbours of an operand lie along the rows of the patch, and not along its columns."""
-    return o.strides[found.across] == 1 and o.strides[-1] > 1
+    turned = [o for o in found.space.operands if found.is_crosswise(o)]
+    return sum(columns * (rows + PAD) * DTYPE_BYTES[o.dtype] for o in turned)
 
 
 def staged(
@@ -65,11 +61,10 @@ class _Staged:
         self.threads, self.rows, self.columns = config["threads"], config["tile_rows"], config["tile_columns"]
         self.each = self.rows * self.columns // self.threads
         self.across, self.along = -(-found.rows // self.rows), -(-found.columns // self.columns)
-        self.outer = [k for k in range(len(self.space.sizes) - 1) if k != found.across]
         self.held = [o for o in self.space.operands if not o.is_scalar]
 
     def body(self, parameters: tuple, chain: Callable[[dict, Cells], list]) -> str:
-        turned = {o.name for o in self.held if is_crosswise(o, self.found)}
+        turned = {o.name for o in self.held if self.found.is_crosswise(o)}
         vector = math.gcd(self.found.vector, self.each, self.columns)
         steps = self.each // vector
         row, col = self._spot("i", vector)
@@ -91,7 +86,7 @@ class _Staged:
         ]
         lines += [line for o in come for line in self._load(o, self._across(o), "k", True)]
         lines += [line for o in come for line in self._hand_over(o, "{s} = {r}")]
-        lines += [line for o in straight if o.role == "input" for line in self._load(o, vector, "i", False)]
+        lines += [line for o in straight if o.role != "output" for line in self._load(o, vector, "i", False)]
         lines += ["T.sync_threads()"] if come else []
         lines += [
             f"for i in T.unroll({steps}):",
@@ -102,7 +97,7 @@ class _Staged:
         lines += ["T.sync_threads()"] if go else []
         lines += [line for o in go for line in self._hand_over(o, "{r} = {s}")]
         lines += [line for o in go for line in self._store(o, self._across(o), "k", True)]
-        blocks = math.prod(self.space.sizes[k] for k in self.outer) * self.across * self.along
+        blocks = math.prod(self.space.sizes[k] for k in self.found.outer) * self.across * self.along
         launch = f"with {self.dialect.kernel(blocks, threads=self.threads)} as bx:"
         return indent([launch], 1) + indent(flat(parameters, self.dialect), 2) + indent(lines, 2)
 
@@ -129,20 +124,11 @@ class _Staged:
         along, other = f"{number} % {beside} * {vector}", f"{number} // {beside}"
         return (along, other) if turned else (other, along)
 
-    def _element(self, o: Operand, row: str, col: str, step: str) -> str:
-        """Of the operand in memory, `v` elements on."""
-        terms, inner = [], math.prod(self.space.sizes[k] for k in self.outer)
-        for k in self.outer:
-            inner //= self.space.sizes[k]
-            if o.strides[k]:
-                terms.append(f"batch // {inner} % {self.space.sizes[k]} * {o.strides[k]}")
-        terms += [f"({text}) * {s}" for text, s in ((row, o.strides[self.found.across]), (col, o.strides[-1])) if s]
-        return f"{o.buffer}[{' + '.join([*terms, str(o.offset)])}{step}]"
-
     def _loop(self, o: Operand, vector: int, turned: bool) -> tuple:
         """The loop over a vector, and what a step of it adds to the address."""
-        axis = self.found.across if turned else len(o.strides) - 1
-        others = [s for k, s in enumerate(o.strides) if k != axis]
+        axis = self.found.across[-1] if turned else len(o.strides) - 1
+        within = self.found.across if turned else (axis,)
+        others = [s for k, s in enumerate(o.strides) if k not in within]
         wide = (
             vector > 1 and o.strides[axis] == 1 and o.spec.aligned and all(s % vector == 0 for s in (*others, o.offset))
         )
@@ -158,7 +144,7 @@ class _Staged:
         row = f"T.min(top + {row}, {last[0]})" if ragged else f"top + {row}"
         col = f"T.min(left + {col}, {last[1]})" if cut else f"left + {col}"
         loop, more = self._loop(o, vector, turned)
-        at = self._element(o, row, col, more)
+        at = f"{o.buffer}[{self.found.offset(o, 'batch', row, col)}{more}]"
         return [
             f"for {step} in T.unroll({self.each // vector}):",
             f"    {loop}",
@@ -184,7 +170,7 @@ class _Staged:
             f"for {step} in T.unroll({self.each // vector}):",
             *([f"    if {' and '.join(inside)}:"] if inside else []),
             f"{deeper}{loop}",
-            f"{deeper}    {self._element(o, row, col, more)} = {o.name}_r[{step}, v]",
+            f"{deeper}    {o.buffer}[{self.found.offset(o, 'batch', row, col)}{more}] = {o.name}_r[{step}, v]",
         ]
 
     def _ends(self) -> tuple:

@@ -17,6 +17,7 @@ from fusescout.templates.body import indent
 from fusescout.templates.dialect import Dialect
 from fusescout.templates.space import Operand
 from fusescout.templates.space import Space
+from fusescout.templates.space import address
 
 from fusescout.ir import DTYPE_BYTES
 from fusescout.template import Config
@@ -32,13 +33,14 @@ class Patch:
 
     Attributes:
         space: with neighbouring dimensions merged.
-        across: the dimension along which the crosswise operands are contiguous; the last one is the other.
+        across: the dimensions that the crosswise operands are contiguous over, outermost first; the last dimension of
+            the space is the other side.
         vector: elements of a lane, along the last dimension.
         lanes: lanes of a warp along the last dimension; the others lie across it.
     """
 
     space: Space
-    across: int
+    across: tuple
     vector: int
     lanes: int
 
@@ -48,7 +50,26 @@ class Patch:
 
     @property
     def rows(self) -> int:
-        return self.space.sizes[self.across]
+        return math.prod(self.space.sizes[k] for k in self.across)
+
+    @property
+    def outer(self) -> tuple:
+        """Dimensions that a patch lies outside of."""
+        return tuple(k for k in range(len(self.space.sizes) - 1) if k not in self.across)
+
+    def is_crosswise(self, o: Operand) -> bool:
+        """Whether neighbours of an operand lie along the rows, and not along the columns."""
+        return not o.is_scalar and o.strides[self.across[-1]] == 1 and o.strides[-1] > 1
+
+    def offset(self, o: Operand, batch: str, row: str, col: str) -> str:
+        """Text of where an element lies, from that of its place outside of the patch, and of its row and column."""
+        across, sizes = self.across, self.space.sizes
+        terms = [
+            address(batch, tuple(sizes[k] for k in self.outer), tuple(o.strides[k] for k in self.outer)),
+            address(f"({row})", tuple(sizes[k] for k in across), tuple(o.strides[k] for k in across)),
+            f"({col}) * {o.strides[-1]}" if o.strides[-1] else "0",
+        ]
+        return " + ".join([*(t for t in terms if t != "0"), str(o.offset)])
 
 
 def patch(space: Space) -> Patch | None:
@@ -57,13 +78,25 @@ def patch(space: Space) -> Patch | None:
     crosswise = [o for o in space.operands if not o.is_scalar and o.strides[-1] > 1 and 1 in o.strides]
     if not crosswise or not any(o.strides and o.strides[-1] == 1 for o in space.operands):
         return None
-    across = max(range(len(space.sizes)), key=lambda k: sum(o.strides[k] == 1 for o in crosswise))
-    widest = VECTOR_BYTES // max(DTYPE_BYTES[o.dtype] for o in space.operands)
+    innermost = max(range(len(space.sizes)), key=lambda k: sum(o.strides[k] == 1 for o in crosswise))
+    across = _contiguous([o for o in crosswise if o.strides[innermost] == 1], space.sizes, innermost)
+    widest = VECTOR_BYTES // max(DTYPE_BYTES[o.dtype] for o in space.operands if o.strides[-1])
     vector = math.gcd(max(widest, 2), space.sizes[-1])
     smallest = min(DTYPE_BYTES[o.dtype] for o in crosswise)
     lanes = max(WARP * smallest // SECTOR_BYTES, SECTOR_BYTES // (vector * smallest))
     found = Patch(space, across, vector, min(lanes, MOST_LANES))
     return found if min(found.columns, found.rows) >= LEAST else None
+
+
+def _contiguous(operands: list, sizes: tuple, innermost: int) -> tuple:
+    """The dimensions over which all these operands are contiguous together, outermost first."""
+    run, count = [innermost], sizes[innermost]
+    while True:
+        more = [k for k in range(len(sizes) - 1) if k not in run and all(o.strides[k] == count for o in operands)]
+        if not more:
+            return tuple(run)
+        run.insert(0, more[0])
+        count *= sizes[more[0]]
 
 
 def configs(found: Patch) -> list[Config]:
@@ -80,22 +113,11 @@ def tiled(
     beside = _beside(found, warps, repeats)  # warps side by side along the last dimension
     step = warps // beside * (WARP // found.lanes)  # rows of a block for each row of a thread
     across, along = -(-found.rows // (step * repeats)), -(-found.columns // (beside * width))
-    outer = [k for k in range(len(space.sizes) - 1) if k != found.across]
-    blocks = math.prod(space.sizes[k] for k in outer) * across * along
+    blocks = math.prod(space.sizes[k] for k in found.outer) * across * along
     ragged, cut = found.rows % (step * repeats) != 0, found.columns % (beside * width) != 0
 
-    def at(o: Operand, row: str, col: str) -> str:
-        """The start of a lane's vector in an operand."""
-        terms, inner = [], math.prod(space.sizes[k] for k in outer)
-        for k in outer:
-            inner //= space.sizes[k]
-            if o.strides[k]:
-                terms.append(f"batch // {inner} % {space.sizes[k]} * {o.strides[k]}")
-        terms += [f"({text}) * {s}" for text, s in ((row, o.strides[found.across]), (col, o.strides[-1])) if s]
-        return " + ".join([*terms, str(o.offset)])
-
     def place(o: Operand, row: str, col: str = "col") -> str:
-        start = at(o, row, col)
+        start = found.offset(o, "batch", row, col)
         return f"{o.buffer}[{start} + v * {o.strides[-1]}]" if o.strides[-1] else f"{o.buffer}[{start}]"
 
     def wide(o: Operand) -> bool:

@@ -109,7 +109,7 @@ def stages(graph: Subgraph, space: Space) -> tuple:
     if any(lead and not all(o.strides[:lead]) for o, v in outs if v not in late):
         raise Unsupported("its outputs differ in shape")
     if not late:
-        return (_levels(graph, space),)
+        return (levelled(graph, space),)
     if any(v < first for value in late for v in graph.op_of(value).inputs):
         raise Unsupported("an input is needed behind a reduction over the rows")
     bridge = sorted({v for value in late for v in graph.op_of(value).inputs} - late)
@@ -141,7 +141,7 @@ def stages(graph: Subgraph, space: Space) -> tuple:
         tuple(replace(o, strides=o.strides[:lead]) for o, v in outs if v in late),
         lead,
     )
-    return _levels(one, first_space), _levels(two, second_space)
+    return levelled(one, first_space), levelled(two, second_space)
 
 
 def _renumbered(op, number: dict):
@@ -160,7 +160,8 @@ def _scratch(k: int, spec: TensorSpec, sizes: tuple, depth: int) -> Operand:
     return Operand(f"row{k}", f"row{k}", "scratch", k, k, held, (*strides, *[0] * depth))
 
 
-def _levels(graph: Subgraph, space: Space) -> Rows:
+def levelled(graph: Subgraph, space: Space) -> Rows:
+    """Primitive operators with reductions over the last dimensions of a space, by how many must have run before."""
     lead = len(space.sizes) - space.depth
     reductions: dict = {}
     levels: list = []

@@ -17,9 +17,12 @@ from fusescout.templates.expression import compute_dtype
 from fusescout.templates.operators import Unsupported
 from fusescout.templates.rows import Rows
 from fusescout.templates.rows import read
+from fusescout.templates.rows_in_parts import share
 from fusescout.templates.rowwise_cpu import CpuRows
 from fusescout.templates.rowwise_cuda import CudaRows
 from fusescout.templates.rowwise_cuda import runs_across
+from fusescout.templates.rowwise_parts import bodies as parts_bodies
+from fusescout.templates.rowwise_parts import configs as parts_configs
 from fusescout.templates.rowwise_passes import crossing
 from fusescout.templates.rowwise_stash import Stash
 from fusescout.templates.rowwise_stash import can_stash
@@ -64,8 +67,9 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
     space, columns = stage.space, stage.columns
     wide = [o for o in space.operands if not space.per_row(o)]
     vector = max(2, 16 // max(min(DTYPE_BYTES[o.dtype] for o in wide), 2))
+    in_parts = parts_configs(graph, stage, device)
     if runs_across(space):
-        return _across(stage, vector)
+        return in_parts + _across(stage, vector)
     held = sum(DTYPE_BYTES[o.dtype] / 4 for o in space.inputs if not space.per_row(o))
     kept = len(crossing(stage))
     found = []
@@ -94,7 +98,7 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
             strips = [w | {"strip": vector, "unroll": 2} for w in striped]
             stashed, registers = _stashed(stage, vector), _held(columns, held, vector)
             chosen = [*stashed[:2], *strips[:2], *registers, *strips[2:], *stashed[2:], *chosen]
-    return chosen
+    return in_parts + chosen
 
 
 def _config(threads: int, width: int, rows: int, keep: bool) -> dict:
@@ -183,17 +187,27 @@ def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
     """The chain as one kernel, or as one for the rows and one for what becomes of them."""
     dialect = dialect_for(device.kind, tuple(s.dtype for s in graph.output_specs))
     name = f"fs_rowwise_{graph.key[:10]}"
+    if "part" in config:
+        shared = share(graph, config["part"])
+        spaces = [shared.sums.space, shared.rows.space, *([shared.rest[1]] if shared.rest else [])]
+        return _joined(graph, name, spaces, parts_bodies(shared, config, dialect), config, dialect)
     columns = read(graph, False, device.kind == "cpu")[0].columns
     walked = not dialect.cpu and config["width"] < columns
     stages = read(graph, walked, dialect.cpu)
-    bodies = written(stages, config, dialect)
-    bodies[1:] = [body.replace(", prelude=PRELUDE", "") for body in bodies[1:]]  # one for the whole source
-    operands = {o.buffer: o for stage in stages for o in stage.space.operands}.values()
+    spaces = [stage.space for stage in stages]
+    config = config | {"walked": True} if walked else config
+    return _joined(graph, name, spaces, written(stages, config, dialect), config, dialect)
+
+
+def _joined(graph: Subgraph, name: str, spaces: list, bodies: list, config: Config, dialect: Dialect) -> Kernel:
+    """One function of the bodies' launches."""
+    bodies = [bodies[0], *(body.replace(", prelude=PRELUDE", "") for body in bodies[1:])]  # one for the whole source
+    operands = {o.buffer: o for space in spaces for o in space.operands}.values()
     order = {"input": 0, "scratch": 1, "output": 2}
     operands = tuple(sorted(operands, key=lambda o: order[o.role]))
     text = header(config, dialect) + signature(name, operands, dialect) + "\n".join(bodies)
     passes = dialect.pass_configs
-    if walked or config.get("vector", 1) > 1:
+    if config.get("walked") or "part" in config or config.get("vector", 1) > 1:
         passes |= {"tl.layout_cost_model": "io-aware"}  # else float32 tiles decide how wide 16-bit loads are
     return Kernel(build(text, name), tuple(o.param for o in operands), text, passes)
 

@@ -1,0 +1,32 @@
+"""Rows that several blocks share, on a GPU: every way of their rest, held to the tool's own rule."""
+
+import pytest
+import torch
+from fusescout.templates.pointwise_cuda import cuda_configs
+from fusescout.templates.rows_in_parts import lengths
+from fusescout.templates.rows_in_parts import share
+from parted_rows import CASES
+from parted_rows import traced
+
+from fusescout.contenders.tilelang import TileLang
+from fusescout.probe import describe_device
+from fusescout.verify import Verifier
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_way_passes_the_full_check(name, dtype, tmp_path):
+    graph, inputs = traced(name, dtype, "cuda")
+    device, contender = describe_device("cuda"), TileLang(cache_dir=tmp_path)
+    verifier, wrong = Verifier(graph, inputs, "cuda"), {}
+    found, _ = lengths(graph)
+    for length in {found[0], found[len(found) // 2], found[-1]}:
+        rest = share(graph, length).rest
+        ways = [{}] if rest is None else cuda_configs(rest[1], device)
+        for way in (ways[0], ways[-1]):
+            variant = {"template": "rowwise", "part": length, **{f"last_{k}": v for k, v in way.items()}}
+            if reason := verifier.check(contender.build(graph, variant, device).run, "full").reason:
+                wrong[str(variant)] = reason
+    assert not wrong
