@@ -8,8 +8,9 @@ made 1.8 to 2.4 times eager's error; with eps = 0 or with statistics that aren't
 Inductor's plain float32 sum over an image had 8 times the error of eager's pairwise one. So `torch.compile`'s outputs
 are a second opinion: within `SANE` times what eager allows, its error counts as one that the framework itself makes.
 
-Another opinion is the model itself with its float32 convolutions or matrix products in TF32, forwards and backwards,
-where the settings allow it (`admissible`). It needs no bound on its own error, and is run where something fails first.
+Other opinions are the model itself with its float32 convolutions or matrix products in TF32, forwards and backwards,
+where the settings allow it (`admissible`), and with its 16-bit group norms in float32, as autocast has them
+(`exact_moments`). They need no bound on their own error, and are run where something fails first.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from fusescout.admissible import CutToTF32
 from fusescout.capture.protect import protected
 from fusescout.errors import in_a_line
 from fusescout.errors import out_of_memory
+from fusescout.exact_moments import FULL_MOMENTS
+from fusescout.exact_moments import FullMoments
 from fusescout.exact_scaled import ExactScaled
 from fusescout.exact_scaled import widened
 from fusescout.nest import convert
@@ -60,7 +63,7 @@ class ModelJudge:
         self.truth_dtype, self.truth, self.unknown = _truth(workload)
         self.opinions: dict[str, list[Tensor]] = {}
         """Outputs of the framework's ways that fail eager's rule but are sane."""
-        self._in_tf32: list[Sample] | None = None
+        self._measured: dict[str, list[Sample]] = {}
 
     def hear(self, name: str, model: Any) -> str:
         """Check one of the framework's own ways; says how it fails eager's rule, empty if it does not."""
@@ -89,22 +92,29 @@ class ModelJudge:
         return verdict
 
     def _others(self) -> Iterator[list[Sample]]:
-        """How far from the truth the model itself is where it makes use of all that the settings allow."""
-        if self._in_tf32 is None:
-            self._in_tf32 = self._sample_tf32()
-        if self._in_tf32:
-            yield self._in_tf32
+        """How far from the truth the model itself is, as settings or autocast allow it; each is run when asked for."""
+        for name, sample in ((TF32, self._sample_tf32), (FULL_MOMENTS, self._sample_full_moments)):
+            if name not in self._measured:
+                try:
+                    self._measured[name] = sample()
+                except Exception:  # isolation boundary: what doesn't run so, for want of memory say, is no measure
+                    self._measured[name] = []
+            if self._measured[name]:
+                yield self._measured[name]
 
     def _sample_tf32(self) -> list[Sample]:
-        """The error of each output in TF32; none where nothing may be, or the model can't be run so."""
+        """The error of each output in TF32; none where nothing may be."""
         if not (kinds := tf32_kinds(self.workload.device)):
             return []
-        try:
-            with CutToTF32(kinds, self.workload.device) as mode:
-                outputs = collect(self.workload)
-            return [Sample(o, t, TF32) for o, t in zip(outputs, self.truth, strict=True)] if mode.cut else []
-        except Exception:  # isolation boundary: a model that doesn't run so, for want of memory say, is no measure
-            return []
+        with CutToTF32(kinds, self.workload.device) as mode:
+            outputs = collect(self.workload)
+        return [Sample(o, t, TF32) for o, t in zip(outputs, self.truth, strict=True)] if mode.cut else []
+
+    def _sample_full_moments(self) -> list[Sample]:
+        """The error of each output with group norms in float32; none where there is none in 16 bits."""
+        with FullMoments() as mode:
+            outputs = collect(self.workload)
+        return [Sample(o, t, FULL_MOMENTS) for o, t in zip(outputs, self.truth, strict=True)] if mode.count else []
 
 
 def collect(workload: Workload) -> list[Tensor]:

@@ -132,6 +132,7 @@ class ProfileInfo(Record):
 
 _MEASURES = {
     "TF32": "TF32, which torch.backends.cudnn.allow_tf32 or float32_matmul_precision permits",
+    "float32 moments": "group norms in float32, as autocast has them",
     "unrounded": "eager's products and convolutions with nothing between them rounded to 16 bits",
 }
 """The evaluations of `admissible` in words; other names are of ways to run a whole model."""

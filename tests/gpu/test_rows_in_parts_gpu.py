@@ -18,18 +18,23 @@ from fusescout.verify import Verifier
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+def ways(shared, device):
+    """The first and the last one of the pointwise rest."""
+    found = cuda_configs(shared.rest[1], device) if shared.rest else [{}]
+    return found[:: max(1, len(found) - 1)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_every_way_passes_the_full_check(name, dtype, tmp_path):
     graph, inputs = traced(name, dtype, "cuda")
     device, contender = describe_device("cuda"), TileLang(cache_dir=tmp_path)
-    variants = []
     found, _ = lengths(graph)
-    for length in {found[0], found[len(found) // 2], found[-1]}:
-        rest = share(graph, length).rest
-        ways = [{}] if rest is None else cuda_configs(rest[1], device)
-        for way in (ways[0], ways[-1])[: len(ways)]:
-            variants.append({"template": "rowwise", "part": length, **{f"last_{k}": v for k, v in way.items()}})
+    variants = [
+        {"template": "rowwise", "part": length, **{f"last_{k}": v for k, v in way.items()}}
+        for length in sorted({found[0], found[len(found) // 2], found[-1]})
+        for way in ways(share(graph, length), device)
+    ]
     with ThreadPoolExecutor(16) as pool:
         built = list(pool.map(partial(contender.build, graph, device=device), variants))
     verifier = Verifier(graph, inputs, "cuda")
