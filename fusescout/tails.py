@@ -5,7 +5,8 @@ a convolution as three passes over memory, and their time would hide what the co
 pointwise operators, norms, softmaxes and reductions are cut out: what reads them reads memory that is there already.
 What is left of them is the bytes that one pass over each connected piece must move.
 
-A group norm over channels-last memory reads runs as short as a group has channels, and memory comes in sectors.
+A group norm counts the same in either layout: on an H200 it takes 1.7 to 2.3 times what its bytes need, by whole rows
+channels-first and in parts channels-last, whose groups have 4 to 16 channels there.
 """
 
 from __future__ import annotations
@@ -24,12 +25,10 @@ from fusescout.capture.settled import is_view
 from fusescout.capture.settled import origin
 from fusescout.convolution import BIAS
 from fusescout.flops import op_class
-from fusescout.flops import op_name
 from fusescout.hoisting import MARK
 from fusescout.restride import copy_of
 
 FUSED = frozenset({"pointwise", "norm", "softmax", "reduction"})
-SECTOR_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +111,12 @@ def _pieces(inside: set[fx.Node]) -> list[set[fx.Node]]:
     return list(nx.connected_components(joined))
 
 
-def _bytes(piece: set[fx.Node]) -> float:
+def _bytes(piece: set[fx.Node]) -> int:
     """What it reads from outside, each value once, and what is read of it outside."""
     read = {origin(source) for node in piece for source in node.all_input_nodes} - piece
     size = sum(_nbytes(node) for node in read)
     size += sum(_nbytes(node) for node in piece if _escapes(node, piece))
-    return size * max(map(_waste, piece))
+    return size
 
 
 def _escapes(node: fx.Node, piece: set[fx.Node]) -> bool:
@@ -127,18 +126,6 @@ def _escapes(node: fx.Node, piece: set[fx.Node]) -> bool:
 def _nbytes(node: fx.Node) -> int:
     value = node.meta.get("val")
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
-
-
-def _waste(node: fx.Node) -> float:
-    """How many times as much memory comes in sectors as a group norm uses of it at a time."""
-    if op_name(target_name(node)) != "group_norm":
-        return 1.0
-    source: Tensor = node.all_input_nodes[0].meta["val"]
-    if source.dim() < 3 or source.stride(1) != 1 or source.numel() == source.size(0) * source.size(1):
-        return 1.0
-    groups = node.args[1]
-    run = source.size(1) // int(groups) * source.element_size() if isinstance(groups, int) else SECTOR_BYTES
-    return max(1.0, SECTOR_BYTES / run)
 
 
 def stand_in(value: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ def test_what_stays_runs_and_what_will_be_fused_is_one_pass() -> None:
     assert channels_last(last) == ""
     turned = part(last)
     assert turned.stand_ins[0].is_contiguous(memory_format=torch.channels_last)
-    assert turned.tail_bytes == 2 * parted.tail_bytes, "16 bytes of each sector of 32"
+    assert turned.tail_bytes == parted.tail_bytes, "a norm in parts reads whole lines, whatever the channels of a group"
 
 
 def test_results_that_are_given_back_and_views_need_no_stand_in() -> None:
@@ -77,14 +77,14 @@ def test_results_that_are_given_back_and_views_need_no_stand_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "chosen"),
+    ("rate", "times"),
     [
-        (1e15, "channels_last"),  # the tail takes no time: the convolutions decide, which are faster
-        (1e9, "preserved"),  # 51 µs are won by them, and 52 µs lost by the norm's short runs
-        (0.0, "channels_last"),  # no rate is known: as measured
+        (1e15, "1.50 times"),  # the tail takes no time: the convolutions decide, which are faster
+        (1e9, "1.33 times"),  # 52 µs of tail are the same in both layouts
+        (0.0, "1.50 times"),  # no rate is known: as measured
     ],
 )
-def test_planted_times_and_rates_decide(rate: float, chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_times_and_rates_decide(rate: float, times: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def planted(calls, inputs, device, **_):
         for call in calls:
             call(inputs)
@@ -93,7 +93,7 @@ def test_planted_times_and_rates_decide(rate: float, chosen: str, monkeypatch: p
     monkeypatch.setattr("fusescout.layout.interleave", planted)
     workload = Workload(Net().eval(), (X,))
     found = choose(workload, capture(workload), lambda _, name: 30.0 if "conv" in name else 5.0, 100.0, rate)
-    assert found.memory_format == chosen, found.note
+    assert found.memory_format == "channels_last" and times in found.note
     assert ("one pass over memory" in found.note) == (rate > 0)
 
 
