@@ -26,13 +26,6 @@ def in_a_line(error: BaseException, most: int = 200) -> str:
     return f"{type(error).__name__}: {first[:most]}"
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether a host or a device had no room; torch's classes and CUDA's texts are known without importing torch."""
-    text = str(error)
-    by_name = {"OutOfMemoryError", "MemoryError"} & {kind.__name__ for kind in type(error).__mro__}
-    return bool(by_name) or "t allocate memory" in text or "out of memory" in text
-
-
 class SessionUnreadable(FuseScoutError):
     """A session file that can't be shown."""
 
@@ -395,6 +388,6 @@ class OutOfMemory(FuseScoutError):
     def __init__(self, what: str, error: BaseException) -> None:
         super().__init__(
             what,
-            f"{in_a_line(error, 160)}.".replace("..", "."),
+            f"{in_a_line(error, 160).rstrip(': .')}.",
             "End what else uses that memory, or analyse a smaller batch or another dtype.",
         )

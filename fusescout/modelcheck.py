@@ -28,7 +28,6 @@ from fusescout.admissible import TF32
 from fusescout.admissible import CutToTF32
 from fusescout.capture.protect import protected
 from fusescout.errors import in_a_line
-from fusescout.errors import out_of_memory
 from fusescout.exact_moments import FULL_MOMENTS
 from fusescout.exact_moments import FullMoments
 from fusescout.exact_scaled import ExactScaled
@@ -36,6 +35,7 @@ from fusescout.exact_scaled import widened
 from fusescout.nest import convert
 from fusescout.nest import tensors
 from fusescout.numerics import tf32_kinds
+from fusescout.room import out_of_memory
 from fusescout.session import ErrorStats
 from fusescout.tolerance import Sample
 from fusescout.verify import check_model_outputs

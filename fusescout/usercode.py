@@ -23,7 +23,7 @@ from fusescout.errors import FuseScoutError
 from fusescout.errors import OutOfMemory
 from fusescout.errors import TargetNotFound
 from fusescout.errors import UserCodeRaised
-from fusescout.errors import out_of_memory
+from fusescout.room import out_of_memory
 
 PACKAGE = str(Path(__file__).parent)
 FRAMELESS = ("<frozen ", PACKAGE)

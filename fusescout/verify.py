@@ -28,7 +28,6 @@ from torch import Tensor
 from fusescout.admissible import Evaluation
 from fusescout.admissible import evaluations
 from fusescout.contenders.base import Runner
-from fusescout.errors import out_of_memory
 from fusescout.infinities import Infinities
 from fusescout.inputs import InputSource
 from fusescout.inputs import raw
@@ -38,6 +37,7 @@ from fusescout.memory import poisoned
 from fusescout.memory import sharing
 from fusescout.memory import untouched
 from fusescout.reference import build
+from fusescout.room import out_of_memory
 from fusescout.session import ErrorStats
 from fusescout.tolerance import EAGER
 from fusescout.tolerance import Allowance

@@ -13,6 +13,7 @@ from dataclasses import replace
 from fusescout.templates.expansions import HIGH
 from fusescout.templates.expansions import LOW
 from fusescout.templates.expansions_in_parts import InParts
+from fusescout.templates.expression import compute_dtype
 from fusescout.templates.operators import Unsupported
 from fusescout.templates.pieces import lay_out
 from fusescout.templates.rows import REDUCTIONS
@@ -164,7 +165,9 @@ class _Stages:
         sums = {v for v in self._ops() if graph.op_of(v).name in REDUCTIONS}
         self.partial = {v for v in sums if graph.op_of(v).args[1] == (cut.last,)}
         self.total = sums - self.partial
-        self.of_parts, self.of_rows = self._behind(self.partial), self._behind(self.total)
+        self.of_rows = self._behind(self.total)
+        if self.partial & self.of_rows:
+            raise Unsupported("one sum over its rows needs another one's result")
 
     def shared(self) -> Shared:
         one = {v for v in self.of_rows if self._is_row(v)}
@@ -178,7 +181,7 @@ class _Stages:
         if not bridge:
             raise Unsupported("nothing is summed")
         parts = {v: self._scratch(f"part{v}", tuple(range(self.cut.last))) for v in bridge}
-        rows = {v: self._scratch(f"row{v}", self.cut.row_dims) for v in row_values}
+        rows = {v: self._scratch(f"row{v}", self.cut.row_dims, self.graph.tensor(v).dtype) for v in row_values}
         first = self._stage(tuple(range(self.cut.last + 1)), 1, set(), [(parts[v], v) for v in bridge], {})
         order = (*self.cut.row_dims, self.cut.part, *self.cut.own)
         ends = [*((rows[v], v) for v in row_values), *per_row]
@@ -222,12 +225,13 @@ class _Stages:
             raise Unsupported("a row needs more than sums of its parts")
         return _dense(tuple(spec.shape[d] for d in order), spec.dtype)
 
-    def _scratch(self, name: str, dims: tuple) -> Operand:
-        """Memory for a float32 value over some dimensions."""
+    def _scratch(self, name: str, dims: tuple, dtype: str = "float32") -> Operand:
+        """Memory for a value over some dimensions; floats as they are computed, in float32."""
+        held = compute_dtype(dtype)
         strides, count = [0] * (self.cut.last + 1), 1
         for d in reversed(dims):
             strides[d], count = count, count * self.cut.sizes[d]
-        return Operand(name, name, "scratch", 0, 0, TensorSpec((count,), "float32", (1,)), tuple(strides))
+        return Operand(name, name, "scratch", 0, 0, TensorSpec((count,), held, (1,)), tuple(strides))
 
     # -- values
     def _ops(self) -> range:

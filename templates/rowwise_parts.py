@@ -21,8 +21,9 @@ from fusescout.template import Config
 
 ACROSS, ALONG = 128, 4096
 """Elements of a part that suit a block best: of many rows side by side, and of one."""
-MANY, LONG = 1 << 20, 1 << 16
-"""Elements in all, and of a row that lies alone, from which three kernels are worth a try in place of one."""
+MANY, MOST, LONG = 1 << 20, 1 << 31, 1 << 16
+"""Elements in all from and up to which three kernels are worth a try in place of one, and from which those of a row
+that lies alone are. Beyond, addresses take 64 bits, and TileLang doesn't read in the vectors that are asked for."""
 
 
 def configs(graph: Subgraph, rows: Rows, device: Device) -> list[Config]:
@@ -34,7 +35,7 @@ def configs(graph: Subgraph, rows: Rows, device: Device) -> list[Config]:
         device: its multiprocessors count.
     """
     alone = rows.rows >= 2 * device.cores or rows.columns < LONG
-    if rows.rows * rows.columns < MANY or not rows.reductions:
+    if not MANY <= rows.rows * rows.columns < MOST or not rows.reductions:
         return []
     found, beside = lengths(graph)
     if not found or (alone and not beside):

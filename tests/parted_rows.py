@@ -35,6 +35,16 @@ CASES = {
     "channels": (instance_norm, (randn(3, 24, 8, 8), randn(24, 1, 1)), LAST),
     "a batch": (batch_norm, (randn(4, 12, 6, 8), randn(12, 1, 1), randn(12, 1, 1)), LAST),
     "means alone": (mean, (randn(2, 24, 16, 8),), LAST),
+    "groups of one channel": (
+        lambda x, w, b: F.group_norm(x, 16, w, b),
+        (randn(2, 16, 8, 8), 1 + randn(16) / 8, randn(16) / 8),
+        LAST,
+    ),
+    "what is true of a row": (
+        lambda x: torch.where(x.mean((2, 3), keepdim=True) > 0, x, -x),
+        (randn(2, 16, 8, 8),),
+        LAST,
+    ),
     "whole groups in memory": (group_norm, (randn(8, 16, 32, 32), 1 + randn(16) / 8, randn(16) / 8), None),
     "deviations of large numbers": (lambda x: F.group_norm(x + 1000, 2), (randn(2, 8, 8, 16),), LAST),
     "standard deviations": (lambda x: x * x.std((2, 3), keepdim=True), (randn(2, 8, 8, 16) + 5,), LAST),

@@ -25,7 +25,7 @@ from fusescout.errors import EXIT_OK
 from fusescout.errors import FuseScoutError
 from fusescout.errors import OutOfMemory
 from fusescout.errors import UsageProblem
-from fusescout.errors import out_of_memory
+from fusescout.room import out_of_memory
 
 EXIT_INTERNAL, EXIT_CLOSED_PIPE, EXIT_TERMINATED = 70, 141, 143
 RARELY = (50_000, 10, 10)

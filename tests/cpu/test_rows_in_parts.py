@@ -6,12 +6,15 @@ from fusescout.templates import rowwise
 from fusescout.templates import rowwise_parts
 from fusescout.templates.body import signature
 from fusescout.templates.dialect import Dialect
+from fusescout.templates.operators import Unsupported
 from fusescout.templates.rows_in_parts import lengths
 from fusescout.templates.rows_in_parts import share
 from fusescout.templates.rowwise_parts import bodies
 from fusescout.templates.source import build
 from lowering import HOPPER
+from lowering import lowered
 from parted_rows import CASES
+from parted_rows import LAST
 from parted_rows import traced
 from template_cases import trace
 from torch.nn import functional as F
@@ -97,3 +100,49 @@ def test_they_are_tried_where_whole_rows_are_too_few_or_lie_in_pieces():
     x = x.view(16, 1024, 32, 32).contiguous(memory_format=torch.channels_last)
     graph, _ = trace(lambda x: x.amax((2, 3)), (x,))
     assert lengths(graph) == ([], False)
+
+
+def spelled(x):
+    centred = x - x.mean((2, 3), keepdim=True)
+    return centred / torch.sqrt(centred.pow(2).mean((2, 3), keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.group_norm(F.group_norm(x, 4) + 1, 4),
+        lambda x: F.instance_norm(F.relu(F.instance_norm(x))),
+        spelled,
+        lambda x: (x - x.mean((2, 3), keepdim=True)).abs().mean((2, 3)),
+    ],
+    ids=["two norms", "two norms of channels", "spelled", "mean deviation"],
+)
+def test_sums_that_need_another_sum_first_are_not_offered(function):
+    x = torch.empty(8, 64, 128, 128, device="meta").contiguous(memory_format=LAST)
+    graph, _ = trace(function, (x,))
+    assert lengths(graph) == ([], False)
+    assert not any("part" in c for c in rowwise.configs(graph, HOPPER))
+    with pytest.raises(Unsupported, match="needs another one's result"):
+        share(graph, 64)
+
+
+def test_integers_of_a_row_keep_their_bits(one_thread, tmp_path):
+    x = torch.full((2, 16, 8, 12), 0.5).contiguous(memory_format=LAST)
+    graph, inputs = trace(lambda x: (x * 0).long() + ((x.mean((2, 3), keepdim=True) * 2**26).to(torch.int64) + 1), (x,))
+    made = kernel(graph, 24)
+    run = bind(graph, made, compile_cpu(made, tmp_path, "-O1"), CPU)
+    assert torch.equal(run(inputs)[0], torch.full((2, 16, 8, 12), 2**25 + 1))
+
+
+def test_addresses_of_64_bits_are_left_to_whole_rows():
+    x = torch.empty(40, 64, 1000, 1000, device="meta", dtype=torch.bfloat16).contiguous(memory_format=LAST)
+    graph, _ = trace(lambda x: F.group_norm(x, 8), (x,))
+    assert not any("part" in c for c in rowwise.configs(graph, HOPPER))
+
+
+@pytest.mark.parametrize("name", ["groups of one channel", "what is true of a row"])
+def test_bools_of_a_row_lower_to_cuda(name):
+    graph, _ = traced(name)
+    config = {"part": 8, "last_threads": 256, "last_items": 4}
+    source = lowered(rowwise.kernel(graph, config, HOPPER)).kernel_source
+    assert "signed char* __restrict__ row" in source
