@@ -1,7 +1,7 @@
 """Times the copies that a layout brings in: the profile is of the model as its author wrote it, which lacks them.
 
-PyTorch copies between orders with one side in pieces: 0.5 GB of float32 took 560 us to channels-last memory on an H200,
-where its bytes need 260. Without a time such a copy would never be a candidate.
+PyTorch copies between orders with one side in pieces: 67 MB of bfloat16 took 150 us to channels-last memory on an H200,
+where the bytes need 33. Without a time such a copy would never be a candidate.
 """
 
 from __future__ import annotations

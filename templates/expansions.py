@@ -74,11 +74,11 @@ class Expansion:
         """A pointwise op in the shape its tensors broadcast to."""
         shapes = [self.spec(a).shape for a in args if isinstance(a, Ref)]
         shape = tuple(map(max, zip(*shapes, strict=True)))
-        return Ref(self.add(Op(f"aten.{name}.Tensor", args, (), TensorSpec(shape, dtype, _contiguous(shape)))))
+        return Ref(self.add(Op(f"aten.{name}.Tensor", args, (), TensorSpec(shape, dtype, contiguous(shape)))))
 
     def reduce(self, name: str, x: Ref, axes: tuple, *more: Ref, dtype: str = "float32") -> Ref:
         shape = tuple(1 if d in axes else n for d, n in enumerate(self.spec(x).shape))
-        out = TensorSpec(shape, dtype, _contiguous(shape))
+        out = TensorSpec(shape, dtype, contiguous(shape))
         return Ref(self.add(Op(f"aten.{name}.default", (x, axes, True, *more), (), out)))
 
     def pick(self, x: Ref, place: Ref) -> Ref:
@@ -117,7 +117,7 @@ class Expansion:
         return x
 
 
-def _contiguous(shape: tuple) -> tuple:
+def contiguous(shape: tuple) -> tuple:
     return tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
 
 

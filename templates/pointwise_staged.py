@@ -16,6 +16,7 @@ from fusescout.templates.body import indent
 from fusescout.templates.dialect import Dialect
 from fusescout.templates.pointwise_tiles import VECTOR_BYTES
 from fusescout.templates.pointwise_tiles import Patch
+from fusescout.templates.pointwise_tiles import own
 from fusescout.templates.space import Operand
 
 from fusescout.ir import DTYPE_BYTES
@@ -80,9 +81,9 @@ class _Staged:
             f"top, left = bx % {self.across} * {self.rows}, bx // {self.across} % {self.along} * {self.columns}",
             f"batch = bx // {self.across * self.along}",
             *(f"{o.name}_s = {self._shared(o)}" for o in (*come, *go)),
-            *(f"{o.name}_r = {self._own(self._shape(o), o)}" for o in (*come, *go)),
-            *(f"{o.name}_r = {self._own((steps, vector), o)}" for o in straight),
-            *cells.lines(lambda shape, dtype: f'T.alloc_local({shape}, "{dtype}")'),
+            *(f"{o.name}_r = {own(self._shape(o), buffer_dtype(o, self.dialect))}" for o in (*come, *go)),
+            *(f"{o.name}_r = {own((steps, vector), buffer_dtype(o, self.dialect))}" for o in straight),
+            *cells.lines(own),
         ]
         lines += [line for o in come for line in self._load(o, self._across(o), "k", True)]
         lines += [line for o in come for line in self._hand_over(o, "{s} = {r}")]
@@ -105,10 +106,6 @@ class _Staged:
     def _shared(self, o: Operand) -> str:
         return self.dialect.stage((self.columns, self.rows + PAD), buffer_dtype(o, self.dialect))
 
-    def _own(self, shape: tuple, o: Operand) -> str:
-        """Allocation of values of one thread."""
-        return f'T.alloc_local({shape}, "{buffer_dtype(o, self.dialect)}")'
-
     def _across(self, o: Operand) -> int:
         """Elements of a lane's vector along the rows."""
         return math.gcd(min(VECTOR_BYTES // DTYPE_BYTES[o.dtype], self.each), self.found.rows, self.rows)
@@ -127,11 +124,7 @@ class _Staged:
     def _loop(self, o: Operand, vector: int, turned: bool) -> tuple:
         """The loop over a vector, and what a step of it adds to the address."""
         axis = self.found.across[-1] if turned else len(o.strides) - 1
-        within = self.found.across if turned else (axis,)
-        others = [s for k, s in enumerate(o.strides) if k not in within]
-        wide = (
-            vector > 1 and o.strides[axis] == 1 and o.spec.aligned and all(s % vector == 0 for s in (*others, o.offset))
-        )
+        wide = self.found.is_wide(o, vector, turned)
         step = f" + v * {o.strides[axis]}" if o.strides[axis] else ""
         return f"for v in T.{'vectorized' if wide else 'unroll'}({vector}):", step
 

@@ -61,6 +61,12 @@ class Patch:
         """Whether neighbours of an operand lie along the rows, and not along the columns."""
         return not o.is_scalar and o.strides[self.across[-1]] == 1 and o.strides[-1] > 1
 
+    def is_wide(self, o: Operand, vector: int, along_rows: bool = False) -> bool:
+        """Whether vectors along the columns, or the rows, are aligned wherever they begin."""
+        within = self.across if along_rows else (len(o.strides) - 1,)
+        steps = (*(s for k, s in enumerate(o.strides) if k not in within), o.offset)
+        return vector > 1 and o.strides[within[-1]] == 1 and o.spec.aligned and all(s % vector == 0 for s in steps)
+
     def offset(self, o: Operand, batch: str, row: str, col: str) -> str:
         """Text of where an element lies, from that of its place outside of the patch, and of its row and column."""
         across, sizes = self.across, self.space.sizes
@@ -120,12 +126,8 @@ def tiled(
         start = found.offset(o, "batch", row, col)
         return f"{o.buffer}[{start} + v * {o.strides[-1]}]" if o.strides[-1] else f"{o.buffer}[{start}]"
 
-    def wide(o: Operand) -> bool:
-        even = all(s % vector == 0 for s in (*o.strides[:-1], o.offset))
-        return vector > 1 and o.strides[-1] == 1 and even and o.spec.aligned
-
     def loop(o: Operand) -> str:
-        return f"for v in T.{'vectorized' if wide(o) else 'unroll'}({vector}):"
+        return f"for v in T.{'vectorized' if found.is_wide(o, vector) else 'unroll'}({vector}):"
 
     held = [o for o in space.operands if not o.is_scalar]
     elements = {o.name: f"{o.name}_r[i, v]" if o in held else f"{o.buffer}[{o.offset}]" for o in space.operands}
@@ -139,8 +141,8 @@ def tiled(
         f"first = bx // {along} % {across} * {step * repeats} + warp // {beside} * {WARP // found.lanes}"
         f" + lane // {found.lanes}",
         f"batch = bx // {along * across}",
-        *(f"{o.name}_r = {_own((repeats, vector), buffer_dtype(o, dialect))}" for o in held),
-        *cells.lines(_own),
+        *(f"{o.name}_r = {own((repeats, vector), buffer_dtype(o, dialect))}" for o in held),
+        *cells.lines(own),
         f"for i in T.unroll({repeats}):",
     ]
     for o in space.inputs:
@@ -169,6 +171,6 @@ def _beside(found: Patch, warps: int, repeats: int) -> int:
     return beside
 
 
-def _own(shape: object, dtype: str) -> str:
+def own(shape: object, dtype: str) -> str:
     """Allocation of values of one thread."""
     return f'T.alloc_local({shape}, "{dtype}")'

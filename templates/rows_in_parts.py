@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from fusescout.templates.expansions import HIGH
 from fusescout.templates.expansions import LOW
+from fusescout.templates.expansions import contiguous
 from fusescout.templates.expansions_in_parts import InParts
 from fusescout.templates.expression import compute_dtype
 from fusescout.templates.operators import Unsupported
@@ -46,6 +47,11 @@ class Shared:
     sums: Rows
     rows: Rows
     rest: tuple[Subgraph, Space] | None
+
+    @property
+    def spaces(self) -> list:
+        """Of each kernel."""
+        return [self.sums.space, self.rows.space, *([self.rest[1]] if self.rest else [])]
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ def share(graph: Subgraph, length: int) -> Shared:
     cut = _Cut(space, axes, length)
     split = Subgraph(
         tuple(cut.spec(s) for s in laid.inputs),
-        tuple(cut.op(op, len(space.sizes) - space.depth) for op in laid.ops),
+        tuple(map(cut.op, laid.ops)),
         laid.outputs,
     )
     return _Stages(InParts(split, cut.last).result(), cut).shared()
@@ -145,7 +151,7 @@ class _Cut:
     def spec(self, spec: TensorSpec) -> TensorSpec:
         return _dense(self.shape(spec.shape), spec.dtype)
 
-    def op(self, op: Op, lead: int) -> Op:
+    def op(self, op: Op) -> Op:
         kwargs = tuple((k, (self.part, *self.own, self.last) if k == "axes" else v) for k, v in op.kwargs)
         return replace(op, kwargs=kwargs, out=self.spec(op.out))
 
@@ -268,4 +274,4 @@ class _Stages:
 
 
 def _dense(shape: tuple, dtype: str) -> TensorSpec:
-    return TensorSpec(shape, dtype, tuple(math.prod(shape[k + 1 :]) for k in range(len(shape))))
+    return TensorSpec(shape, dtype, contiguous(shape))

@@ -7,8 +7,6 @@ takes many and reads across them. On the CPU each thread walks rows of its own, 
 that the compiler vectorises sums without being allowed to reorder them.
 """
 
-import math
-
 from fusescout.templates.body import signature
 from fusescout.templates.dialect import Dialect
 from fusescout.templates.dialect import dialect_for
@@ -21,6 +19,8 @@ from fusescout.templates.rows_in_parts import share
 from fusescout.templates.rowwise_cpu import CpuRows
 from fusescout.templates.rowwise_cuda import CudaRows
 from fusescout.templates.rowwise_cuda import runs_across
+from fusescout.templates.rowwise_cuda import side_by_side
+from fusescout.templates.rowwise_cuda import vector_of
 from fusescout.templates.rowwise_parts import bodies as parts_bodies
 from fusescout.templates.rowwise_parts import configs as parts_configs
 from fusescout.templates.rowwise_passes import crossing
@@ -33,7 +33,6 @@ from fusescout.templates.rowwise_strips import is_striped
 from fusescout.templates.rowwise_strips import more_header
 from fusescout.templates.rowwise_turns import Turns
 from fusescout.templates.source import build
-from fusescout.templates.space import even_runs
 
 from fusescout.device import Device
 from fusescout.ir import DTYPE_BYTES
@@ -65,8 +64,7 @@ def configs(graph: Subgraph, device: Device) -> list[Config]:
     if device.kind == "cpu":
         return [{"block": b} for b in (16384, 65536, 4096)]
     space, columns = stage.space, stage.columns
-    wide = [o for o in space.operands if not space.per_row(o)]
-    vector = max(2, 16 // max(min(DTYPE_BYTES[o.dtype] for o in wide), 2))
+    vector = vector_of(space)
     in_parts = parts_configs(graph, stage, device)
     if runs_across(space):
         return in_parts + _across(stage, vector)
@@ -164,16 +162,13 @@ def _across(stage: Rows, vector: int) -> list:
     With a `vector` each thread takes so many neighbouring rows, else one: wide loads against few values per reduction.
     """
     space, found = stage.space, []
-    cut = len(space.sizes) - space.depth
-    wide = [o.strides[:cut] for o in space.operands if not space.per_row(o)]
-    side_by_side = math.prod(space.sizes[k] for k in even_runs(space.sizes[:cut], wide)[-1])
     # what is read per row decides which threads have it
     free = not any(space.per_row(o) for o in space.inputs) and not any(op.name == PICK for op in stage.graph.ops)
     blocks = ((256, 64), (128, 64), (256, 32), (512, 64), (256, 128), (128, 32), (128, 16), (512, 128), (1024, 128))
     for threads, rows in blocks:
         if rows > 2 * stage.rows:
             continue
-        for taken in (vector, 1) if free and side_by_side % rows == 0 else (1,):
+        for taken in (vector, 1) if free and side_by_side(space) % rows == 0 else (1,):
             least = max(1, threads * taken // rows)
             width = least * -(-stage.columns // least)
             whole = width / least * taken <= 64
@@ -189,25 +184,26 @@ def kernel(graph: Subgraph, config: Config, device: Device) -> Kernel:
     name = f"fs_rowwise_{graph.key[:10]}"
     if "part" in config:
         shared = share(graph, config["part"])
-        spaces = [shared.sums.space, shared.rows.space, *([shared.rest[1]] if shared.rest else [])]
-        return _joined(graph, name, spaces, parts_bodies(shared, config, dialect), config, dialect)
+        return _joined(graph, name, shared.spaces, parts_bodies(shared, config, dialect), config, dialect, True)
     columns = read(graph, False, device.kind == "cpu")[0].columns
     walked = not dialect.cpu and config["width"] < columns
     stages = read(graph, walked, dialect.cpu)
     spaces = [stage.space for stage in stages]
-    config = config | {"walked": True} if walked else config
-    return _joined(graph, name, spaces, written(stages, config, dialect), config, dialect)
+    wide = walked or config.get("vector", 1) > 1
+    return _joined(graph, name, spaces, written(stages, config, dialect), config, dialect, wide)
 
 
-def _joined(graph: Subgraph, name: str, spaces: list, bodies: list, config: Config, dialect: Dialect) -> Kernel:
-    """One function of the bodies' launches."""
+def _joined(
+    graph: Subgraph, name: str, spaces: list, bodies: list, config: Config, dialect: Dialect, wide: bool
+) -> Kernel:
+    """One function of the bodies' launches; `wide`: 16-bit loads are to be as wide as they can be."""
     bodies = [bodies[0], *(body.replace(", prelude=PRELUDE", "") for body in bodies[1:])]  # one for the whole source
     operands = {o.buffer: o for space in spaces for o in space.operands}.values()
     order = {"input": 0, "scratch": 1, "output": 2}
     operands = tuple(sorted(operands, key=lambda o: order[o.role]))
     text = header(config, dialect) + signature(name, operands, dialect) + "\n".join(bodies)
     passes = dialect.pass_configs
-    if config.get("walked") or "part" in config or config.get("vector", 1) > 1:
+    if wide:
         passes |= {"tl.layout_cost_model": "io-aware"}  # else float32 tiles decide how wide 16-bit loads are
     return Kernel(build(text, name), tuple(o.param for o in operands), text, passes)
 

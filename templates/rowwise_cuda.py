@@ -1,5 +1,7 @@
 """The row template on CUDA."""
 
+import math
+
 from fusescout.templates.body import Cells
 from fusescout.templates.body import buffer_dtype
 from fusescout.templates.body import flat
@@ -12,6 +14,9 @@ from fusescout.templates.rowwise_passes import combined
 from fusescout.templates.rowwise_spans import Slant
 from fusescout.templates.rowwise_spans import Span
 from fusescout.templates.space import Space
+from fusescout.templates.space import even_runs
+
+from fusescout.ir import DTYPE_BYTES
 
 
 def runs_across(space: Space) -> bool:
@@ -21,6 +26,18 @@ def runs_across(space: Space) -> bool:
     steps = max(wide, key=lambda o: sum(s != 0 for s in o.strides)).strides
     along, across = ([s for s in part if s] for part in (steps[cut:], steps[:cut]))
     return bool(across) and min(across) < min(along)
+
+
+def side_by_side(space: Space) -> int:
+    """How many neighbouring rows lie side by side in all that has more than one element a row."""
+    cut = len(space.sizes) - space.depth
+    wide = [o.strides[:cut] for o in space.operands if not space.per_row(o)]
+    return math.prod(space.sizes[k] for k in even_runs(space.sizes[:cut], wide)[-1])
+
+
+def vector_of(space: Space) -> int:
+    """Elements of a 16-byte vector of the narrowest operand that has more than one element a row."""
+    return max(2, 16 // max(min(DTYPE_BYTES[o.dtype] for o in space.operands if not space.per_row(o)), 2))
 
 
 class CudaRows(Passes):

@@ -11,11 +11,11 @@ from fusescout.templates.rows_in_parts import lengths
 from fusescout.templates.rows_in_parts import share
 from fusescout.templates.rowwise_cuda import CudaRows
 from fusescout.templates.rowwise_cuda import runs_across
+from fusescout.templates.rowwise_cuda import side_by_side
+from fusescout.templates.rowwise_cuda import vector_of
 from fusescout.templates.rowwise_passes import crossing
-from fusescout.templates.space import even_runs
 
 from fusescout.device import Device
-from fusescout.ir import DTYPE_BYTES
 from fusescout.ir import Subgraph
 from fusescout.template import Config
 
@@ -62,8 +62,7 @@ def _reduced(stage: Rows, dialect: Dialect) -> str:
 def tile(stage: Rows) -> Config:
     """A block's rows and columns: neighbouring rows together where they lie side by side, in vectors where they can."""
     space = stage.space
-    wide = [o for o in space.inputs if not space.per_row(o)]
-    vector = max(2, 16 // max(min(DTYPE_BYTES[o.dtype] for o in wide), 2))
+    vector = vector_of(space)
     if not runs_across(space):
         threads = 256 if stage.columns > 1024 else 128
         width = -(-stage.columns // (threads * vector)) * threads * vector
@@ -71,10 +70,7 @@ def tile(stage: Rows) -> Config:
     threads, rows = 256, 64
     while rows > stage.rows or (rows > 8 and stage.rows % rows):
         rows //= 2
-    cut = len(space.sizes) - space.depth
-    run = even_runs(space.sizes[:cut], [o.strides[:cut] for o in wide])[-1]
-    side_by_side = math.prod(space.sizes[k] for k in run)
-    free = not any(space.per_row(o) for o in space.inputs) and side_by_side % rows == 0 and rows >= vector
+    free = not any(space.per_row(o) for o in space.inputs) and side_by_side(space) % rows == 0 and rows >= vector
     taken = vector if free else 1
     least = max(1, threads * taken // rows)
     return {

@@ -31,6 +31,6 @@ def and_copies(graph: Graph, names: set[str]) -> set[str]:
 
 
 def find_copies(graph: Graph) -> list[set[str]]:
-    """Each such copy alone: PyTorch's own takes twice what its bytes need, and something may be in front of it."""
+    """Each such copy alone: PyTorch's own takes four times its bytes' time, and something may be in front of it."""
     copies = (node for node in graph.nodes if node.is_op and reorders(node, graph))
     return [{node.name} for node in copies if not graph.by_name[node.inputs[0]].is_parameter]  # those are made once

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from conv_models import captured
+from one_entry import plan_of_kernel
 from torch import nn
 
 from fusescout.capture import activations
@@ -14,8 +15,6 @@ from fusescout.device import Device
 from fusescout.ir import Subgraph
 from fusescout.layout import without_copies_back
 from fusescout.patching import patch
-from fusescout.plan import Entry
-from fusescout.plan import Plan
 from fusescout.probe import describe_device
 from fusescout.regions import find_regions
 from fusescout.verify import Verifier
@@ -60,18 +59,11 @@ def test_the_copy_is_part_of_the_chain_before_it(tmp_path: Path) -> None:
     assert "tile_rows" in contender.variants(joined, HOPPER, "quick")[0]  # with the bias
 
 
-def test_a_patched_model_gives_the_same_strides(tmp_path: Path) -> None:
-    model, contender = Model().eval(), TileLang(cache_dir=tmp_path)
-    graph, _ = chains()[TAIL]
-    entry = Entry(
-        id="tail", family="pointwise", chain=list(graph.chain), subgraph=graph.to_json(), contender="tilelang",
-        variant=dict(contender.variants(graph, CPU, "quick")[0]), sites=1,
-    )  # fmt: skip
-    plan = Plan(
-        target="t", mode="inference", device_kind="cpu", device_name=describe_device("cpu").name,
-        torch=torch.__version__, entries=[entry], memory_format="channels_last",
-    )  # fmt: skip
-    torch.manual_seed(0)
+def gives_the_same(model: nn.Module, chain: Subgraph, folder: Path) -> None:
+    """Run a channels-last model with one chain patched, and without."""
+    variant = dict(TileLang(cache_dir=folder).variants(chain, CPU, "quick")[0])
+    plan = plan_of_kernel(chain, "pointwise", variant, describe_device("cpu"))
+    plan = plan.model_copy(update={"memory_format": "channels_last"})
     with torch.no_grad():
         wanted = model(X)
         with patch(model, plan) as handle:
@@ -80,6 +72,10 @@ def test_a_patched_model_gives_the_same_strides(tmp_path: Path) -> None:
     for one, other in zip(got, wanted, strict=True):
         assert one.stride() == other.stride()
         assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_patched_model_gives_the_same_strides(tmp_path: Path) -> None:
+    gives_the_same(Model().eval(), chains()[TAIL][0], tmp_path)
 
 
 def test_such_copies_do_not_count_when_layouts_are_compared() -> None:

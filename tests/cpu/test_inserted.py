@@ -6,21 +6,16 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-import torch
 from conv_models import captured
 from test_copies_back import Model
 from test_copies_back import X
+from test_copies_back import gives_the_same
 
 from fusescout import inserted
 from fusescout.candidates import rank
 from fusescout.capture import Capture
-from fusescout.contenders.tilelang import TileLang
 from fusescout.device import Device
 from fusescout.inserted import copy_times
-from fusescout.patching import patch
-from fusescout.plan import Entry
-from fusescout.plan import Plan
-from fusescout.probe import describe_device
 from fusescout.regions import find_regions
 
 CPU = Device("cpu", "test", "x86", 1, copy_bytes_per_s=1e10)
@@ -68,24 +63,7 @@ def test_the_input_s_copy_is_a_candidate_by_its_time() -> None:
 
 
 def test_a_kernel_in_its_place_gives_the_same(tmp_path: Path) -> None:
-    model, contender = Model().eval(), TileLang(cache_dir=tmp_path)
     _, after = laid_out()
     graph = after.graphs[0].graph
     region = next(r for r in find_regions(graph) if len(r.nodes) == 1 and copied(after, r.nodes[0])[0] == GIVEN)
-    subgraph, _ = graph.subgraph(region.nodes)
-    entry = Entry(
-        id="copy", family="pointwise", chain=list(subgraph.chain), subgraph=subgraph.to_json(), contender="tilelang",
-        variant=dict(contender.variants(subgraph, CPU, "quick")[0]), sites=1,
-    )  # fmt: skip
-    plan = Plan(
-        target="t", mode="inference", device_kind="cpu", device_name=describe_device("cpu").name,
-        torch=torch.__version__, entries=[entry], memory_format="channels_last",
-    )  # fmt: skip
-    with torch.no_grad():
-        wanted = model(X)
-        with patch(model, plan) as handle:
-            got = model(X)
-            assert (handle.counters.sites, handle.counters.fallbacks) == (1, {})
-    for one, other in zip(got, wanted, strict=True):
-        assert one.stride() == other.stride()
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    gives_the_same(Model().eval(), graph.subgraph(region.nodes)[0], tmp_path)

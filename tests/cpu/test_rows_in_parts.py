@@ -43,8 +43,7 @@ def kernel(graph, length):
     dialect = Dialect("cpu")
     shared = share(graph, length)
     texts = bodies(shared, {"part": length, "last_threads": 1, "last_items": 32}, dialect)
-    spaces = [shared.sums.space, shared.rows.space, *([shared.rest[1]] if shared.rest else [])]
-    operands = {o.buffer: o for s in spaces for o in s.operands}.values()
+    operands = {o.buffer: o for s in shared.spaces for o in s.operands}.values()
     operands = tuple(sorted(operands, key=lambda o: ["input", "scratch", "output"].index(o.role)))
     name = f"fs_test_{graph.key[:8]}_{length}"
     text = dialect.header() + signature(name, operands, dialect) + "\n".join(texts)
